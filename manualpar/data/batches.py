@@ -1,18 +1,19 @@
 """Yields batches on the devices; Grain's threads read the batches ahead.
 
 Training reads an endless stream of examples, see `manualpar.data.order`. The example at position
-`p` depends only on the seed and on `p`, and a batch consists of the next `B` examples. So a batch
-does not depend on the number of processes, devices, or batches read ahead. The state of the data is
-one number: the position after the last batch that was used. All batches are full, and no example is
-dropped. A batch may have examples from the end of an epoch and from the beginning of the next.
+`p` depends only on the seed and on `p`, and a batch consists of `B` consecutive examples. So a
+batch does not depend on the number of processes, devices, or batches read ahead. The state of the
+data is one number: the position after the last batch that was used. All batches are full, and no
+example is dropped. A batch may have examples from the end of an epoch and from the beginning of the
+next.
 
 Evaluation reads each example once, in order, and pads the last batch.
 
 A process reads only the rows of its own devices. It reads a row only once, even if several devices
 store the row.
 
-Batches are read by threads, not by Grain's worker processes: worker processes need parsed flags and
-take seconds to start, which is worth it only if decoding is slow.
+Grain's threads read the batches. Grain's worker processes would need parsed absl flags, and would
+take seconds to start. They are worth it only if decoding is slow.
 
 Symbol: `B` examples in a batch.
 """
@@ -67,7 +68,7 @@ def train_batches(
 
 
 def train_batch(split: Split, position: int, *, batch_size: int, seed: int) -> Batch:
-    """Reads the batch at a position of the stream of `train_batches`, as global numpy arrays."""
+    """Reads the `B` examples from a position of the stream of `train_batches`, as numpy arrays."""
     indices = order_of(split, seed)(position + np.arange(batch_size))
     return _stack(split[index] for index in indices.tolist())
 

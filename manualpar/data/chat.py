@@ -4,9 +4,9 @@ A line is a chat, `{"messages": [{"role": ..., "content": ...}, ...]}`, or a pai
 `{"prompt": ..., "completion": ...}`. A template turns a chat into one text. In a pair, the
 completion directly follows the prompt.
 
-The loss counts the tokens of the assistant's messages or of the completion, and the token that ends
-an answer. All other tokens are only inputs, such as white space that the template writes after the
-end token.
+The labels in the loss are the tokens of the assistant's messages or of the completion, and the
+token that ends an answer. All other tokens are only inputs. White space that the template writes
+after the end token is an input too.
 
 A chat is refused if a message contains the text of a special token, so that no message can insert
 special tokens.

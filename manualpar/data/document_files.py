@@ -93,7 +93,7 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
     found = files_of_path(path, SUFFIXES[source]) if path else []
     if not found:
         raise ValueError(
-            f"config.data.path is {path!r}, which stands for no file with anything in it; expected "
+            f"config.data.path is {path!r}, which names no file, or only empty files; expected "
             f"a file, a glob, or a directory with {' or '.join(SUFFIXES[source])} files."
         )
     if source == "arrayrecord" and isinstance(found[0].path, BucketPath):
@@ -171,7 +171,7 @@ def _line_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]
 
 
 def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that begin in a part, each after its position; skips blank lines."""
+    """Yields (position in bytes, line) for each line that begins in a part; skips blank lines."""
     with open_document_file(part.file.path) as file:
         if part.start:
             # If a line goes across `start`, the line belongs to the previous part.

@@ -123,8 +123,9 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
         if dataset.tokenizer.fingerprint != first.fingerprint:
             raise _refused(
                 entry,
-                f"whose tokenizer is not that of {_shown(entries[0])}; expected the same tokenizer "
-                "in config.data.tokenizer and in all directories of the source 'tokens'",
+                f"whose tokenizer is not the tokenizer of {_shown(entries[0])}; expected the "
+                "same tokenizer in config.data.tokenizer and in all directories of the source "
+                "'tokens'",
             )
     made = make_fingerprint("mixture", shares, [dataset.fingerprint for dataset in datasets])
     splits: dict[str, Any] = {}

@@ -10,8 +10,8 @@ sequence, because rotary attention depends only on differences of positions.
 
 Examples are assigned to sequences once, when they are loaded. They are shuffled, and packed in
 groups of `WINDOW` examples. In a group, longer examples are placed first, each into the fullest
-sequence that has room for it. In training, an epoch is a permutation of the sequences, as for any
-other split. So packing needs no state, and a run can resume at any position.
+sequence that has room for it (best-fit decreasing). In training, an epoch is a permutation of the
+sequences, as for any other split. So packing needs no state, and a run can resume at any position.
 
 Symbols: `S` positions, `P` sequences.
 """

@@ -2,8 +2,8 @@
 
 Only a hash of a file's name determines the file's split and position in the split. So both are the
 same in every run, on every file system and in every locale, and stay the same when other files are
-added or removed. The order by hash mixes the files well: the first sequences of a split are a fair
-sample of the split.
+added or removed. The order by hash mixes the files well: the first sequences of a split are like a
+random sample of the split.
 
 If tokens are bytes, loading reads only the names and sizes of files, and each sequence reads only
 the bytes that it needs. With a tokenizer file, loading reads and encodes all files. For more than
@@ -118,9 +118,9 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
 
 
 def find_files(path: str) -> list[TextFile]:
-    """Finds the files of a corpus that are not empty, in the order of their tokens in the stream.
+    """Finds the files of a corpus that are not empty, sorted by the hashes of their names.
 
-    Files that are not text are not recognised; use a glob to exclude them.
+    Binary files are not recognised; use a glob to exclude them.
 
     Args:
       path: A file, a directory, a glob, or "". A directory stands for all files in it and its

@@ -4,9 +4,9 @@ A part has a file of tokens for each split, `BOS doc BOS doc ... BOS doc`. When 
 the disk, a small file with the numbers of tokens, bytes and documents is written. Without the small
 file, the part is not finished.
 
-A document's split is determined by a hash of its content, if files have many documents. So equal
-documents are in the same split, even if they are in different files. For the source `text`, the
-split is determined by a hash of the file's name, see `manualpar.data.text`.
+If files have many documents, a hash of a document's content determines its split. So equal
+documents are in the same split, even if they are in different files. For the source `text`, a hash
+of the file's name determines the split, see `manualpar.data.text`.
 """
 
 import contextlib
@@ -134,7 +134,7 @@ class DocumentEncoder:
     makes_examples = False
 
     def __init__(self, tokenizer: Tokenizer, held_out: float) -> None:
-        """Makes an encoder; `held_out` is the fraction of documents in eval, as large in test."""
+        """Makes an encoder; `held_out` is the fraction of documents in eval, and also in test."""
         self._tokenizer, self._held_out = tokenizer, held_out
         self.dtype = DTYPES[0] if tokenizer.vocab_size <= 2**16 else DTYPES[1]
 
@@ -165,8 +165,8 @@ class DocumentEncoder:
         if (largest := tokens.max()) >= self._tokenizer.vocab_size:
             path = part.file.path if isinstance(part, DocumentRange) else part.files[0].path
             raise DamagedDataError(
-                f"{path} has the token {largest}, expected less than the "
-                f"{self._tokenizer.vocab_size} of config.data.tokenizer."
+                f"{path} has the token {largest}, expected tokens below "
+                f"{self._tokenizer.vocab_size}, the vocabulary size of config.data.tokenizer."
             )
         return tokens[1:] if tokens[0] == self._tokenizer.bos_token else tokens
 

@@ -73,7 +73,7 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
                 if worker.exitcode:
                     raise DamagedDataError(
                         "a process that made tokens was killed, perhaps because memory was full; "
-                        "start the same command again to go on."
+                        "run the same command again to continue."
                     )
             with shared.get_lock():
                 report(TokenProgress(*shared[:3]))

@@ -76,13 +76,28 @@ def main(argv: Sequence[str]) -> int:
         description=(__doc__ or "").replace("manualpar tokenize", argv[0]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", required=True, help='a file, a directory, a glob, or ""')
-    parser.add_argument("--output", type=path_flag, required=True, help="the directory to make")
+    parser.add_argument(
+        "--input", required=True, help='a file, a directory, a glob, or "" for the standard library'
+    )
+    parser.add_argument("--output", type=path_flag, required=True, help="the directory to create")
     parser.add_argument("--source", default="text", choices=("text", *SUFFIXES, "chat"))
-    parser.add_argument("--tokenizer", default="", help="a tokenizer.json; without one, bytes")
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        help="a tokenizer.json, or a directory with one; by default, tokens are bytes",
+    )
     parser.add_argument("--field", default="text", help="the field or column with the text")
-    parser.add_argument("--held-out", type=float, default=HELD_OUT, help="for each of eval, test")
-    parser.add_argument("--template", default="", help="of chat, a file; else the tokenizer's")
+    parser.add_argument(
+        "--held-out",
+        type=float,
+        default=HELD_OUT,
+        help="the fraction of the documents in eval, and the same fraction in test",
+    )
+    parser.add_argument(
+        "--template",
+        default="",
+        help="for chat, a file with the template; by default, the tokenizer's template",
+    )
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args(argv[1:])
     if args.processes < 1:
@@ -107,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
         named = f"--output={args.output}: " if "config." not in str(error) else ""
         parser.error(f"{named}{error}")
     except KeyboardInterrupt:
-        print_error("interrupted; the same command goes on where it was")
+        print_error("interrupted; run the same command again to continue")
         return INTERRUPTED_EXIT_CODE
     for split, part in written.splits.items():
         in_bytes = f", {part.tokens / part.bytes:.3f} tokens a byte" if part.bytes else ""

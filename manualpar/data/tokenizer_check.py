@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PANIC = "pyo3_runtime"
-# A text may become MAX_GROWTH times as long, and a step may write MAX_CHARACTERS characters.
+# The limits: a text may become MAX_GROWTH times as long, and one step of a normalizer or decoder
+# may write MAX_CHARACTERS characters.
 MAX_GROWTH, MAX_CHARACTERS = 8, 1 << 24
 # The check repeats MAX_TRIED characters of a regular expression, each REPEATED times.
 MAX_TRIED, REPEATED = 32, 64

@@ -36,6 +36,7 @@ VERSION = 1
 DTYPES = ("<u2", "<u4")
 LENGTHS, LENGTHS_SUFFIX = "<u4", ".lengths"
 DESCRIPTION = "tokens.json"
+# The number of tokens at the beginning of a token file that are checked when it is opened.
 LOOKED_AT = 2**16
 TYPES: Mapping[Any, str] = {int: "an integer", str: "a string"}
 

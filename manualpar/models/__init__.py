@@ -1,4 +1,4 @@
-"""Linen models written for one device: the strategies shard them from outside."""
+"""Flax Linen models; a strategy shards their parameters without changes in their code."""
 
 from manualpar.layers.attention.context import Context
 from manualpar.layers.moe.experts import Experts

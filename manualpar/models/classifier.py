@@ -47,7 +47,7 @@ class Classifier(nn.Module):
         """
         if self.num_layers < 1:
             raise ValueError(
-                f"Classifier: num_layers is {self.num_layers}, expected at least 1, input_dense."
+                f"Classifier: num_layers is {self.num_layers}, expected at least 1: input_dense."
             )
         dtype = jnp.dtype(self.dtype)
         kernel_init = nn.linear.default_kernel_init

@@ -1,9 +1,9 @@
 """Losses for programs: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`.
 
 `batch` is one device's share of a minibatch. The loss is the mean over the examples or tokens of
-the share. Metrics are pairs (sum, count), and the program weights devices and minibatches by the
-counts. An example of weight 0 has no influence. If all weights of a share are 0, the loss of the
-share is 0.
+the share. A metric is a pair (sum, count). The program uses the counts as the weights of devices
+and minibatches. An example of weight 0 has no influence. If all weights of a share are 0, the loss
+of the share is 0.
 
 If the model's head is sharded, logits are sharded over devices along their last dim. Logits are
 not gathered, see `manualpar.layers.vocabulary`. If the `__call__` of a language model has an

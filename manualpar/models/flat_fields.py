@@ -2,8 +2,8 @@
 
 Configs and the tables of model families name every field by one flat name. A `Transformer` has
 groups, such as `attention=Attention(window=4096)`. The functions of this module convert flat names
-to groups and back. The model itself understands flat names for one more release, with a warning;
-remove `understand_flat_names` then.
+to groups and back. For one more release, a `Transformer` also accepts flat names, and warns. After
+that release remove `understand_flat_names`.
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ GROUPS: Mapping[str, Any] = {
     "split": Split(),
     "context": Context(),
 }
+# Flat name -> the field in a group.
 FLAT = {
     name: field
     for group, default in GROUPS.items()
@@ -83,10 +84,10 @@ def flatten_fields(model: Any) -> dict[str, Any]:
 
 
 def understand_flat_names(cls: ModelClass) -> ModelClass:
-    """Lets flat names set and read the fields of a class of modules that has all `GROUPS`.
+    """Makes a module class with all `GROUPS` accept flat names as arguments and as attributes.
 
-    Both uses of a flat name warn. `attention` is both a flat name and a group. As an argument it
-    may be either, but the attribute is always the group.
+    Every use of a flat name gives a warning. `attention` is both a flat name and a group. As an
+    argument it may be either, but the attribute is always the group.
     """
     init: Any = cls.__init__  # type: ignore[misc]
 

@@ -34,7 +34,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Attention(FieldGroup):
-    """How the layers attend.
+    """The settings of attention in all layers.
 
     Attributes:
       kind: The implementation of attention, see `manualpar.layers.attention.kinds`: `"splash"`,
@@ -65,7 +65,7 @@ class Attention(FieldGroup):
                 self, "global_every", "at least 2, such as 6, or 0 for layers that are all alike"
             )
         if self.global_every and not self.window:
-            refuse(self, "global_every", "0 without window, which the other layers need")
+            refuse(self, "global_every", "0 without window, because the other layers need one")
         if not self.scale >= 0:
             refuse(self, "scale", "more than 0, such as 0.0625, or 0 for head_size ** -0.5")
         if not self.soft_cap >= 0:
@@ -102,9 +102,9 @@ class Split(FieldGroup):
         axis.
       sequence_parallel: Whether the residual stream is split over `axis` too, along its positions.
         The number of devices must divide the number of positions.
-      overlap: `"ring"`: attention and MLP send in a ring while they compute; this needs
-        `sequence_parallel`. `"none"`: one collective before or after each product. Experts and head
-        always use one collective.
+      overlap: `"ring"`: attention and MLP send chunks of the sequence around a ring of devices
+        while they compute; this needs `sequence_parallel`. `"none"`: one collective before or after
+        each product. Experts and head always use one collective.
     """
 
     axis: str | None = flat_field(None, "split_axis")
@@ -113,12 +113,13 @@ class Split(FieldGroup):
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and not self.axis:
-            refuse(self, "sequence_parallel", "False, or an axis such as 'model' to split over")
+            refuse(self, "sequence_parallel", "False, or set axis, such as 'model', too")
         if self.overlap != "none" and not self.sequence_parallel:
             refuse(
                 self,
                 "overlap",
-                "'none' without sequence_parallel, because only its collectives can overlap",
+                "'none' without sequence_parallel, because only the collectives of sequence "
+                "parallelism can overlap",
             )
         refuse_unknown(self, "overlap", LAYER_OVERLAPS)
 
@@ -130,7 +131,7 @@ class Split(FieldGroup):
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """The configuration of a layer: the model's sizes and groups, and values that the call decides.
+    """The configuration of a layer, which a `Transformer` makes from its own fields in each call.
 
     Attributes:
       hidden_size: Features between layers.
@@ -139,7 +140,8 @@ class LayerConfig:
       head_size: Features of a head, at least 2.
       mlp_size: Features inside the MLP, or inside an expert.
       dropout_rate: The dropout rate; 0 outside of training.
-      added_scale: The factor of initial weights whose products are added to the residual stream.
+      added_scale: The factor of the initial weights of a layer's last products, such as `out` and
+        `down`, which are added to the residual stream.
       dtype: The dtype of the computation.
       activation: See `ACTIVATIONS`.
       annotate: Whether the dims of parameters have names.

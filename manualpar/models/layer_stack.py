@@ -1,4 +1,4 @@
-"""The layers of a transformer: written out one after the other, or one layer that runs in a loop.
+"""Runs the layers of a `Transformer`: unrolled (*written out*), or one layer in an `nn.scan` loop.
 
 Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150), in groups of
 `global_every` layers. The last layer of a group is *global* and sees all positions. The other
@@ -29,10 +29,10 @@ from manualpar.models.transformer_layer import Layer
 if TYPE_CHECKING:
     from manualpar.models.transformer import Transformer
 
-# The values of a layer that are kept for the layer's backward pass. `dots` keeps the results of
-# products with weights. It does not keep attention's scores, the largest arrays, because their
-# product has a batch dimension. Attention's result is kept too, so that it need not be recomputed
-# from scores.
+# Remat policy -> the values that a layer saves for its backward pass. `dots` saves the results of
+# products with weights. It does not save the scores of attention, which are the largest arrays: the
+# product of queries and keys has batch dimensions. `dots` and `full` also save the result of
+# attention, so that it need not be recomputed from scores.
 _KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 REMAT_POLICIES: dict[str, Callable[..., bool]] = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -84,7 +84,7 @@ def layer_place(model: "Transformer", layer: int) -> LayerPlace:
 
 
 def scanned_layers(model: "Transformer") -> range:
-    """Returns the numbers of the layers that a loop runs over."""
+    """Returns the numbers of the layers in the `nn.scan` loop; empty if all are written out."""
     if not model.scan_layers:
         return range(0)
     size, dense = max(model.attention.global_every, 1), model.experts.dense_layers
@@ -205,7 +205,7 @@ def _layer_class(remat: str, *, in_loop: bool) -> Any:
 
 
 def _of_kind(config: LayerConfig, angles: Angles, layer: int) -> tuple[LayerConfig, jax.Array]:
-    """Returns the config and the angles of a layer."""
+    """Returns the config and the angles of the layer with index `layer`."""
     how = config.attention
     if not how.global_every:
         return config, angles.of_global

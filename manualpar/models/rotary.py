@@ -1,8 +1,8 @@
-"""Rotary positions: queries and keys are turned by angles that grow with the position.
+"""Rotary positions (RoPE): queries and keys are rotated by angles that grow with the position.
 
 So attention depends only on differences of positions (Su et al., https://arxiv.org/abs/2104.09864).
 `RotaryScaling` slows rotations down, so that a model can attend over longer sequences than in its
-first training.
+pretraining.
 
 Symbols: `B` examples, `S` positions, `N` heads, `H` features of a head.
 """
@@ -34,7 +34,7 @@ class RotaryScaling(FieldGroup):
       low_factor: The number of turns below which pairs are slowed by `factor`, for `"llama3"`.
       high_factor: The number of turns, more than `low_factor`, above which pairs are not slowed,
         for `"llama3"`.
-      original_length: The length of the sequences in the first training, only for `"llama3"`.
+      original_length: The length of the sequences in pretraining, only for `"llama3"`.
     """
 
     kind: RotaryKind = config_field("", "rope_scaling", choices=ROTARY_KINDS)

@@ -1,16 +1,16 @@
 """A decoder-only transformer: a language model over packed documents.
 
-The model is written for one device, and strategies over data axes shard it from outside. If the
+A strategy shards the parameters and the batch over data axes without changes in this code. If the
 mesh has the axis `split.axis`, each device computes a part of every layer, see `transformer_layer`,
 and of the vocabulary, see `manualpar.layers.vocabulary`. If the mesh has the axis `context.axis`,
 each device has a part of every sequence, see `manualpar.layers.attention.context`.
 
 A layer is `x += attention(norm(x)); x += mlp(norm(x))`, pre-norm as in LLaMA (Touvron et al.,
 https://arxiv.org/abs/2302.13971): RMSNorm (https://arxiv.org/abs/1910.07467), rotary positions (Su
-et al., https://arxiv.org/abs/2104.09864), attention whose query heads share key and value heads in
-groups (https://arxiv.org/abs/2305.13245) and a gated MLP, SwiGLU
-(https://arxiv.org/abs/2002.05202). Fields turn this layer into the layers of other families, such
-as Qwen's and Gemma's, see `docs/families.md`.
+et al., https://arxiv.org/abs/2104.09864), grouped-query attention
+(https://arxiv.org/abs/2305.13245) and a gated MLP, SwiGLU (https://arxiv.org/abs/2002.05202).
+Fields turn this layer into the layers of other families, such as Qwen's and Gemma's, see
+`docs/families.md`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
 `H` features of a head, `F` features inside the MLP, `V` tokens of the vocabulary, `L` layers.
@@ -97,16 +97,17 @@ class Transformer(nn.Module):
       experts: The experts that replace MLPs, see `Experts`; none by default.
       split: How each layer is split over devices, see `Split`; by default layers are not split.
       context: How sequences are split over devices, see `Context`; by default sequences are not
-        split. The builder's `context_axis` must be the context's axis. The mesh may lack the axis.
+        split. Pass the same axis to the program's builder as `context_axis`. The mesh may lack this
+        axis.
       tied_head: Whether the transposed embedding is also the head.
       scale_embedding: Whether the rows of the embedding are multiplied with `sqrt(D)`.
       vocab_multiple: The vocabulary is padded to `V`, the next multiple of this number, so that the
-        devices along `split.axis` divide it. The logits of the padding are -inf.
+        number of devices along `split.axis` divides `V`. The logits of the padding are -inf.
       logit_soft_cap: The bound of the logits, see `head_logits`; 0 for none.
-      label_smoothing: The share of each label that is spread over all tokens in training, see
-        `split_cross_entropy`. It has an effect only in a call with `labels`.
-      z_loss: The factor of the squared logarithm of the softmax's denominator in training, in a
-        call with `labels`.
+      label_smoothing: The share of each label's probability that is spread over all tokens in
+        training, see `split_cross_entropy`. It has an effect only in a call with `labels`.
+      z_loss: The factor of the z-loss, the squared logarithm of the softmax's denominator, which is
+        added to the loss in training. It has an effect only in a call with `labels`.
       dropout_rate: Share of the outputs of attention and MLP that is dropped in training.
       dtype: The floating-point dtype of the computation, or the name of this dtype.
       remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"` for
@@ -145,7 +146,8 @@ class Transformer(nn.Module):
     bos_token: int = -1
     annotate: bool = False
 
-    # Both fields apply only to training, see `manualpar.core.model.evaluation`.
+    # Evaluation uses these values, because both fields apply only to training, see
+    # `manualpar.core.model.evaluation`.
     evaluation_fields: ClassVar[Mapping[str, Any]] = {"label_smoothing": 0.0, "z_loss": 0.0}
 
     @nn.compact
@@ -265,7 +267,7 @@ class Transformer(nn.Module):
         )
 
     def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:
-        """Makes the embedding or the head; each device along `split.axis` stores some tokens."""
+        """Makes the parameter `name`; each device along `split.axis` has some of the vocabulary."""
         init = marked(nn.initializers.normal(std), dim_names, annotate=self.annotate)
         if self.split.axis:
             init = split(init, split_dims(dim_names, self.split.axis))

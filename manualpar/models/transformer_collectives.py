@@ -1,4 +1,4 @@
-"""Predicts the collectives of a `Transformer`'s layers in a training step by closed formulas."""
+"""Predicts a `Transformer`'s collectives for activations in a training step by closed formulas."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import size_of_head
 
 # How many copies of a loop's body a program contains. Before Flax 0.12.9 there is a second, unused
-# copy, with which `nn.scan` looks for results that no iteration changes.
+# copy, which `nn.scan` traces to find results that no iteration changes.
 COPIES = 2 if [*map(int, re.findall(r"\d+", flax.__version__)[:3])] < [0, 12, 9] else 1
 
 
@@ -43,7 +43,7 @@ def transformer_sends(
 
     Args:
       program: A program of `model` in mode `manual`, with the loss `language_model_loss` or
-        `mixture_of_experts_loss`. The axis of experts must split the batch too.
+        `mixture_of_experts_loss`. `model.experts.axis` must shard the batch too.
       model: The model.
       stage: The pipeline stage whose collectives are counted, if there is a pipeline.
 
@@ -99,8 +99,9 @@ def transformer_sends(
 class MinibatchCollectives:
     """The collectives of a minibatch: before the layers, in one layer, and after the layers.
 
-    The collectives in `documents` send the document numbers for all layers. A dense layer is a
-    layer without experts in a model with experts.
+    These are the attributes `before`, `layer` and `after`. `dense_layer` has the collectives of a
+    layer without experts in a model with experts. The collectives in `documents` send the document
+    numbers for all layers.
 
     Args:
       model: The model.
@@ -111,9 +112,11 @@ class MinibatchCollectives:
       recomputed: Whether the backward pass runs the layers' forward pass again; by default, if the
         model has `remat`.
       lookups: How often the code before the layers runs.
-      documents: How documents are found: in the batch, by counting, or `""` for not at all.
+      documents: The source of document numbers: `"given"` for the batch, `"counted"` for counting
+        BOS tokens, `""` without documents.
       copies: How many copies of a loop's body a program has.
-      in_ticks: The number of layers that a stage runs in a tick; 0 without stages.
+      in_ticks: The number of layers that a stage runs in a tick of the pipeline schedule; 0 without
+        stages.
     """
 
     def __init__(
@@ -240,7 +243,7 @@ def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
 
 
 def _arranging(program: Program) -> Iterator[Collective]:
-    """Yields the collectives for zig-zag order: two permutes of half of each leaf of the batch."""
+    """Yields the collectives for zig-zag order: two permutes of half of each batch leaf."""
     axis = program.roles.context_axis
     size = program.mesh.shape.get(axis, 1) if axis else 1
     for leaf in jax.tree.leaves(program.abstract_batch) if size > 1 else ():

@@ -52,7 +52,8 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
 
     Args:
       model: The model.
-      sequence_length: Positions of a sequence; `S` is this number, or a layer's window.
+      sequence_length: Positions of a sequence; `S` is this number, or a layer's window if it is
+        smaller.
 
     Returns:
       Multiplications and additions of one token's forward and backward pass.
@@ -86,7 +87,7 @@ def check_transformer(model: "Transformer") -> None:
         refuse(model, "hidden_size", f"a multiple of num_heads={model.num_heads}, or set head_size")
     if model.head_size < 0 or size_of_head(model) % 2:
         given = "" if model.head_size else f" (hidden_size // num_heads is {size_of_head(model)})"
-        refuse(model, "head_size", f"an even number, because rotations turn pairs{given}")
+        refuse(model, "head_size", f"an even number: features are rotated in pairs{given}")
     if model.num_kv_heads < 0 or model.num_heads % (model.num_kv_heads or 1):
         refuse(
             model,
@@ -123,8 +124,8 @@ def _check_groups(model: "Transformer") -> None:
         refuse(
             model,
             "annotate",
-            f"False with split.axis={split.axis!r}: rules choose how parameters are stored, but "
-            "split.axis fixes how split parameters are stored",
+            f"False with split.axis={split.axis!r}: logical axis rules choose how parameters "
+            "are stored, but split.axis fixes how split parameters are stored",
         )
     if context.axis and context.axis == split.axis:
         refuse_in("context", "axis", f"another axis than split.axis={split.axis!r}")
@@ -136,7 +137,7 @@ def _check_groups(model: "Transformer") -> None:
         expected = f"less than num_layers={model.num_layers}, or 0 for none"
         refuse_in("experts", "dense_layers", expected)
     if attention.global_every and experts.dense_layers % attention.global_every:
-        expected = f"a multiple of attention.global_every={attention.global_every}, a group"
+        expected = f"a multiple of attention.global_every={attention.global_every}, whole groups"
         refuse_in("experts", "dense_layers", expected)
 
 

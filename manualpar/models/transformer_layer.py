@@ -10,8 +10,8 @@ a context axis; only attention and experts have code for such sequences, see
 `manualpar.layers.attention.context`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
-`H` features of a head, `F` features inside the MLP. `axis` in a shape stands for the devices along
-the axis that layers are split over.
+`H` features of a head, `F` features inside the MLP. `axis` in a shape stands for the number of
+devices along `config.split.axis`.
 """
 
 from typing import Any
@@ -54,11 +54,11 @@ class Layer(nn.Module):
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> tuple[jax.Array, None]:
-        """Adds to the residual stream and returns it; the `None` in the result is for `nn.scan`.
+        """Runs the layer; returns the new residual stream, and a `None` that `nn.scan` requires.
 
-        The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position sees only keys
-        with the same document number; `None` stands for one document. With `rows`, keys and values
-        are kept in collections, see `Transformer`.
+        The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position attends only to
+        positions with the same number in `document_BS`; `None` stands for one document. With
+        `rows`, keys and values are kept in collections, see `Transformer`.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> jax.Array:
-        """Attends: maps the result of `enter_normalized` to what `Layer` adds to the stream."""
+        """Computes attention from the result of `enter_normalized`; `Layer` adds the output."""
         config, hidden_size = self.config, self.config.hidden_size
         how, window = config.attention, config.attention.window or None
         soft_cap = how.soft_cap or None
@@ -142,7 +142,7 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array | Chunks) -> jax.Array:
-        """Maps the result of `enter_normalized` to what `Layer` adds to the stream."""
+        """Computes the MLP from the result of `enter_normalized`; `Layer` adds the output."""
         config, hidden_size = self.config, self.config.hidden_size
         into = (hidden_size, config.mlp_size), ("embed", "mlp")
         out = (config.mlp_size, hidden_size), ("mlp", "embed")
@@ -177,7 +177,7 @@ class OffsetNorm(nn.Module):
 
 
 def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array | Chunks:
-    """Applies an RMSNorm called `name` and makes the result the input of split products.
+    """Applies an RMSNorm called `name`, and then `enter`, or `enter_ring` if products overlap.
 
     Communication:
       The communication of `normalize`, and of `enter` or `enter_ring`.
@@ -193,8 +193,8 @@ def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
     """Applies an RMSNorm called `name` to the residual stream.
 
     Communication:
-      If the stream is split, backward an all-reduce of the scale's gradient, because each device
-      along the axis has different positions.
+      If the stream is split over positions: in the backward pass, an all-reduce of the scale's
+      gradient, because each device along the axis has different positions.
     """
     y_BSD: jax.Array = _norm(name, "embed", config)(x_BSD)
     return y_BSD
@@ -206,7 +206,7 @@ def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
 
 
 def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
-    """Returns, for each dim, the axis that it is split over, or `None`."""
+    """Returns `axis` for each dim name that layers split, and `None` for all other dims."""
     return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
 
 
@@ -241,7 +241,7 @@ def _product(
     use_bias: bool = False,
     name: str,
 ) -> SplitDense:
-    """Makes a product with weights, whose initial variance is `scale**2 / inputs`."""
+    """Makes a `SplitDense` layer; the variance of its initial weights is `scale**2 / inputs`."""
     dims, names = range(len(shape)), split_dims(dim_names, config.split.axis)
     is_row = any(names[:contracted])
     init = nn.initializers.variance_scaling(

@@ -208,7 +208,7 @@ def test_a_source_that_does_not_fit_is_named(tmp_path, files):
     entries = (f"1 text {files['text']}", f"1 tokens {tmp_path / 'tokens'}")
     assert len(_load(tmp_path, entries).train.parts) == 2
     with pytest.raises(
-        ValueError, match=r"'tokens .*', whose tokenizer is not that of 'text .*'; expe"
+        ValueError, match=r"'tokens .*', whose tokenizer is not the tokenizer of 'text .*'; expe"
     ):
         _load(tmp_path, entries, tokenizer=write_tokenizer(tmp_path / "t.json"))
     with pytest.raises(ValueError, match=r"config\.data\.source is 'text', expected 'mixture'"):

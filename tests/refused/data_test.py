@@ -317,7 +317,7 @@ TOKENS = [
     *rows(
         "tokens of others",
         write_tokens_of_others,
-        ([[257]], "has the token 257, expected less than the 257 of config"),
+        ([[257]], "has the token 257, expected tokens below 257, the vocab"),
     ),
 ]
 

@@ -38,7 +38,7 @@ _LINEAR = frozenset(
 _OF_ONE_NUMBER = frozenset(
     "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient".split()  # noqa: SIM905
 )
-# The results of these operations are integers if all operands are integers.
+# The results of these operations have only integer entries if all operands do.
 _INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
 # Comparisons `count <op> 0`, and whether the comparison is true if the count is not 0.
 _TESTS = {"gt": True, "ne": True, "eq": False, "le": False}
@@ -98,7 +98,7 @@ class SequenceOperations:
         ]
 
     def summed(self, value: SplitValue) -> SplitValue:
-        """Returns the `SplitValue` of the sum of a value over the devices along the axis."""
+        """Returns the `SplitValue` of the `psum` of a value over the mesh axis."""
         if value.kind == "zero":
             return value
         if value.count is None and value.kind in ("same", "sum"):
@@ -122,7 +122,7 @@ class SequenceOperations:
             return [guarded]
         ins = [self._split_dim(name, *x) for x in zip(part.invars, whole.invars, strict=True)]
         if len(part.outvars) != len(whole.outvars):
-            refuse(f"makes {len(part.outvars)} arrays of a split array by {name}", "size")
+            refuse(f"makes {len(part.outvars)} arrays from a split array by {name}", "size")
         outs = [self._split_dim(name, *y) for y in zip(part.outvars, whole.outvars, strict=True)]
         if name in ("random_bits", "random_split"):
             return [_random(name, values[0], is_split=outs[0] is not None)]
@@ -167,7 +167,7 @@ class SequenceOperations:
         results = []
         for variable, dim in zip(eqn.outvars, outs, strict=True):
             if dim is None and was_split:
-                refuse(f"makes {list(variable.aval.shape)} of a split array by {name}", "size")
+                refuse(f"makes {list(variable.aval.shape)} from a split array by {name}", "size")
             if dim is None or result.kind not in ("same", "split"):
                 results.append(result)
             else:
@@ -245,8 +245,8 @@ def _sum_over_positions(
 def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
     """Finds the `SplitValue` of random bits or of new keys.
 
-    Refuses split results from a key that is the same on all devices, and results that are not split
-    from a key that differs between devices.
+    If the key is the same on all devices, the result must not be split. If the keys of the devices
+    differ, random bits must be split.
     """
     differs = key.kind in ("device", "split")
     if is_split and not differs:
@@ -267,7 +267,7 @@ def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
     outside = math.prod(y.aval.shape[:dim])
     within = outer // outside * length
     if outer % outside or not within or size % within:
-        shapes = f"{list(y.aval.shape)} of positions {list(x.aval.shape)}"
+        shapes = f"{list(y.aval.shape)} from positions {list(x.aval.shape)}"
         refuse(f"makes {shapes} by reshape", "reshape")
     return outer // outside, length, size // within
 

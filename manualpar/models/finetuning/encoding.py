@@ -1,9 +1,9 @@
 """Quantizes loaded kernels to int8 codes and scales, on the devices, one kernel at a time.
 
 A kernel is loaded as a sharded float32 array. Each device quantizes its shard, so that no device
-and no host stores more of the kernel than its shards. If the shards of the codes would end within
-blocks, the kernel is loaded with another sharding, whose shards contain complete blocks, and the
-devices exchange the codes afterwards.
+and no host stores more of the kernel than its shards. A shard of the codes may end in the middle of
+a block. Such a kernel is loaded with another sharding, in which every shard contains complete
+blocks, and the devices exchange the codes afterwards.
 
 Invariants: padding consists of zeros, and the codes of zeros are zeros. So padding need not be
 removed before an array is quantized.
@@ -65,7 +65,7 @@ class Encoding(NamedTuple):
         """Dequantizes the parameter; the result has the sharding and the padding of the codes.
 
         Communication:
-          That of `encode`, in the other direction.
+          The communication of `encode`, in the other direction.
         """
         with no_mesh():
             return _decoder(*self._types, _block(self.codes, self.scales))(codes, scales)

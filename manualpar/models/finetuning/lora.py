@@ -8,9 +8,9 @@ state = program.init_from(pretrained, rng, missing="init")
 
 Each chosen layer gets two more parameters, `lora_a` and `lora_b`, see `low_rank`. By default these
 are trained and all other parameters are frozen; `trainable=` of the program's builder can change
-this. An interceptor of Linen's method calls makes the adapters when the model is initialized, and
-adds their product when the model is applied. So the model's code need not change, and loops over
-layers stack adapters in the same way as kernels.
+this. An interceptor of Linen's method calls (`nn.intercept_methods`) makes the adapters when the
+model is initialized, and adds their products when the model is applied. So the model's code need
+not change, and loops over layers stack adapters in the same way as kernels.
 
 Invariants: all other parameters have the same paths and the same initial bits as without adapters.
 Initially `lora_b` is zero, so the model's results are the same as without adapters.
@@ -60,8 +60,8 @@ def lora(
       alpha: An adapter's product is multiplied by `alpha / rank`.
 
     Returns:
-      The model with adapters, from which any strategy can build a program. Its parameters are those
-      of the given model and, for each adapted layer, `lora_a` of shape `[..., r]` and `lora_b` of
+      The model with adapters, from which any strategy can build a program. It has the parameters of
+      the given model and, for each adapted layer, `lora_a` of shape `[..., r]` and `lora_b` of
       shape `[r, ...]`. If a loop stacks layers, its dim comes first in both shapes.
 
     Raises:
@@ -92,8 +92,8 @@ def lora(
         )
     if not isinstance(targets, Mapping) or not targets:
         raise TypeError(
-            f"lora: targets is {targets!r}, expected ranks by globs on module paths, such as "
-            "{'*/attention/query': 8}."
+            f"lora: targets is {targets!r}, expected a dict from globs on module paths "
+            "to ranks, such as {'*/attention/query': 8}."
         )
     for glob, rank in targets.items():
         if not isinstance(glob, str) or isinstance(rank, bool) or not isinstance(rank, int):

@@ -58,7 +58,8 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
 def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax.Array]]:
     """Returns the original model's variables: merged, dequantized, and without adapters.
 
-    Each device stores only its shards of the variables. The communication is that of `merge_lora`.
+    Each device stores only its shards of the variables. The communication is the same as in
+    `merge_lora`.
     """
     interface, leaves = program.model.interface, variable_leaves(program)
     # A state may have arrays on the host, for example from flax's `from_bytes`.

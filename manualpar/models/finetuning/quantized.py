@@ -9,8 +9,8 @@ state = manualpar.load_hf(manualpar.fsdp(model, ...), "models/llama", missing="i
 Two parameters replace each chosen parameter `kernel`: `kernel_codes`, int8 in the kernel's shape,
 and `kernel_scales`, one number for each block along the last dim, see `block_quantization`. Both
 are sharded, gathered, saved and restored like other parameters, without being dequantized. When a
-module requests the kernel, it gets a box that gathers codes and scales and dequantizes them.
-Gradients of activations are computed with the dequantized kernel.
+module requests the kernel, the module gets a Flax metadata box. Unboxing it gathers codes and
+scales and dequantizes them. Gradients of activations are computed with the dequantized kernel.
 
 Invariants: a device dequantizes only the values that it computes with. Before the gather, several
 devices may store parts of the same block. The backward pass dequantizes again, so that no
@@ -85,14 +85,13 @@ def quantized(
         )
     if not isinstance(targets, Mapping) or not targets:
         raise TypeError(
-            f"quantized: targets is {targets!r}, expected lengths of blocks by globs on paths of "
-            "parameters, such as {'*kernel': 64}."
+            f"quantized: targets is {targets!r}, expected a dict from globs on parameter "
+            "paths to block lengths, such as {'*kernel': 64}."
         )
     for glob, block in targets.items():
         if not isinstance(glob, str) or isinstance(block, bool) or not isinstance(block, int):
             raise TypeError(
-                f"quantized: targets has {glob!r}: {block!r}, expected a glob and the length of a "
-                "block."
+                f"quantized: targets has {glob!r}: {block!r}, expected a glob and a block length."
             )
         if block < 1:
             raise ValueError(
@@ -137,7 +136,7 @@ class QuantizedModel:
         found = {glob: block for glob, block in self.targets if fnmatch.fnmatchcase(path, glob)}
         if len(set(found.values())) > 1:
             raise ValueError(
-                f"quantized: parameter {path!r} has more than one length of blocks in targets, "
+                f"quantized: parameter {path!r} has more than one block length in targets, "
                 f"{found}; expected one. Make a glob narrower."
             )
         return next(iter(found.values()), None)
@@ -185,7 +184,7 @@ class QuantizedInterface(WrappingInterface):
         return dataclasses.replace(self, base=self.base.intercepted(interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """Returns a module's kernel in the box that the given model uses for it, if it uses one."""
+        """Boxes a module's kernel as the given model does, or returns the bare kernel."""
         return self.base.annotated(path, kernel)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -238,7 +237,7 @@ class EncodedParameter(ArrayBox, eq=False):
         """Dequantizes the parameter.
 
         Communication:
-          That of unboxing the codes and the scales, such as their all-gathers.
+          The communication of unboxing the codes and the scales, such as their all-gathers.
         """
         del apply_constraint
         codes, scales = nn.unbox(self.value)
@@ -267,7 +266,7 @@ class EncodedParameter(ArrayBox, eq=False):
 
 
 def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
-    """Quantizes a parameter in blocks of at most `most`; the results are boxed if it is boxed."""
+    """Quantizes a parameter in blocks of at most `most`; boxes the results if `box` is a box."""
     x = box.value if is_box(box) else box
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 2 or not x.size:
         raise ValueError(

@@ -9,10 +9,10 @@ from manualpar.core.model.interface import InitArgs, ModelInterface
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class WrappingInterface(ModelInterface):
-    """A model interface that calls the interface of the given model, `base`.
+    """A model interface that calls `base`, the interface of the *given* model.
 
     Attributes:
-      base: The interface of the given model.
+      base: The interface of the given model, the argument of `lora` or `quantized`.
     """
 
     base: Any = None
@@ -41,7 +41,7 @@ class WrappingInterface(ModelInterface):
         return call
 
     def called(self, base: Any) -> Any:
-        """Returns a copy of the interface `base` with this interface's module, phase and axes."""
+        """Returns a copy of the interface `base` with the module, phase and axes of `self`."""
         same = ("module", "phase", "axis_aliases", "loop_dims")
         return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 

@@ -12,8 +12,8 @@ the model axis stores the cache of the heads that it computes.
 Each step is compiled once for each combination of the number of rows, the padded length of prompts,
 and the length of the cache. `decode` donates the cache.
 
-Unlike in training, no expert drops tokens here, because the result of a row must not depend on its
-padding or on the length that it has reached.
+In training, an expert may drop tokens. Here no expert drops tokens, because the result of a row
+must not depend on its padding or on the length that it has reached.
 
 Symbols: `B` rows, `S` positions of padded prompts or sequences, `V` the vocabulary.
 """
@@ -88,7 +88,8 @@ class CachedSteps:
 
     Attributes:
       program: The program.
-      model: The program's `Transformer`, with the fields in `PLAIN` replaced.
+      model: The program's `Transformer` without options that concern only training or a context
+        axis.
       row_devices: The number of devices over which rows are sharded.
       prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
         drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
@@ -273,7 +274,7 @@ class CachedSteps:
 
 
 def _for_generation(model: Transformer) -> Transformer:
-    """Changes the fields that concern only training or a context axis."""
+    """Sets fields that concern only training or a context axis to values without effect."""
     return model.clone(
         split=Split(model.split.axis),
         context=dataclasses.replace(model.context, axis=None),
@@ -288,7 +289,7 @@ def _check(program: Program, module: Any) -> None:
     if not isinstance(module, Transformer):
         raise TypeError(
             f"generate: the model is a {type(module).__name__}, expected a Transformer, because "
-            "others keep no keys and values. For other causal models use "
+            "other models store no keys and values. For other causal models use "
             "manualpar.models.generation.sampling.sample_tokens, which needs no cache."
         )
     step = program.step

@@ -157,7 +157,7 @@ class Generator:
           stop: Strings and tokens that end an answer, in addition to `stop_tokens`. The answer does
             not contain them.
           seed: A number or a random key. With the same seed, a prompt at the same index of
-            `prompts` gets the same draws, on every mesh and with any other prompts beside it.
+            `prompts` gets the same draws, on every mesh and whatever the other prompts are.
 
         Yields:
           A piece for each token: in each batch the first pieces of all answers, then the second

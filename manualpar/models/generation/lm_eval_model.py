@@ -8,8 +8,8 @@ lm_eval.simple_evaluate(model, tasks=["lambada_openai"])
 ```
 
 Strings are encoded by the rules of the harness. Spaces at the end of a context are moved to the
-completion. Context and completion are encoded as one string; the tokens after the number of tokens
-that the context has alone are the completion.
+completion. Context and completion are encoded as one string. If the context alone is encoded as `n`
+tokens, the completion consists of all tokens after the first `n`.
 """
 
 from collections.abc import Sequence

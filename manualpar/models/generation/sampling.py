@@ -1,7 +1,7 @@
 """Samples text from any causal language model, without a cache.
 
 Sampling needs only a model's `apply`, and the parameters may be sharded in any way.
-`manualpar.models.generation.Generator` keeps keys and values, so it computes less for a token. But
+`manualpar.models.generation.Generator` caches keys and values, so it computes less for a token. But
 it needs a `Transformer`, and a program of mode manual without stages and context axes.
 
 The model sees a window of fixed length: the latest tokens, followed by zeros, which a causal model
@@ -9,7 +9,7 @@ ignores. When the window is full, each new token removes the oldest token. So on
 compiled, and draws all tokens in a loop.
 
 Invariant: until the window is full, `Generator.generate` draws the same tokens with the same key,
-except where rounding decides.
+except where rounding errors change the choice.
 
 Symbols: `B` prompts, `P` tokens of a prompt, `S` positions of the window, `V` the vocabulary, `T`
 tokens drawn.
@@ -113,7 +113,7 @@ def _sample(
         window_BS = jax.lax.dynamic_update_index_in_dim(window_BS, token_B, index, axis=1)
         return (window_BS, index + 1), token_B
 
-    # Positions go on beyond the window, because each must get another draw.
+    # Positions go on beyond the window, because each new token needs its own random noise.
     positions_T = length + jnp.arange(num_tokens, dtype=jnp.int32)
     tokens_TB = jax.lax.scan(draw, (window_BS, length), positions_T)[1]
     if replicated is None:

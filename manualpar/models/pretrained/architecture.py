@@ -20,6 +20,7 @@ from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
 from manualpar.system.storage import GivenPath, user_path
 from manualpar.system.storage.untrusted import read_object
 
+# The kinds of layers in `layer_types`: layers without a window, and layers with a window.
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Names of activations: in `config.json` -> in `Transformer`.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
@@ -161,7 +162,7 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
     """Reads the fields for dense layers and shared experts in a model with experts."""
     if fields.get("normalize_gates") and fields["experts_per_token"] == 1:
         raise keys.refuse(
-            "num_experts_per_tok", 1, "more, because a single gate that is normalized is always 1"
+            "num_experts_per_tok", 1, "at least 2, because one normalized gate is always 1"
         )
     if family == "mixtral":
         return {}
@@ -171,16 +172,22 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
         dense = keys.take("first_k_dense_replace", 0)
         shared = keys.take("n_shared_experts", None)
         shared = 0 if shared is None else shared
-        keys.check("n_shared_experts", shared, int, lambda x: 0 <= x < LARGEST, "a number")
+        keys.check("n_shared_experts", shared, int, lambda x: 0 <= x < LARGEST, "0 or more")
         more["shared_experts_size"] = shared * fields["mlp_size"]
     else:
         only = keys.take("mlp_only_layers", []) or []
         dense = len(only) if isinstance(only, list) else -1
         if only != list(range(dense)):
             raise keys.refuse("mlp_only_layers", only, "the first layers, such as [0, 1], or []")
-    keys.check("first_k_dense_replace", dense, int, lambda x: 0 <= x < fields["num_layers"], "less")
+    keys.check(
+        "first_k_dense_replace",
+        dense,
+        int,
+        lambda x: 0 <= x < fields["num_layers"],
+        "fewer than all layers",
+    )
     if dense:
-        keys.check("intermediate_size", size, int, lambda x: 0 < x < LARGEST, "a size")
+        keys.check("intermediate_size", size, int, lambda x: 0 < x < LARGEST, "1 or more")
     return more | {"dense_layers": dense, "dense_mlp_size": size if dense else 0}
 
 
@@ -264,7 +271,9 @@ def _rotations(keys: "_Keys", family: str, *, has_windows: bool) -> dict[str, An
     if has_windows and family != "gemma3_text" and "rope_scaling" in fields:
         raise keys.refuse("rope_scaling", scaling or both, "none with layers of two kinds")
     if has_windows and family == "gemma3_text":
-        local_base = keys.check("rope_local_base_freq", local_base, float, lambda x: x > 1, "more")
+        local_base = keys.check(
+            "rope_local_base_freq", local_base, float, lambda x: x > 1, "above 1"
+        )
         fields["local_rope_base"] = local_base
     return fields
 
@@ -328,4 +337,5 @@ class _Keys:
         return kind(value)
 
 
+# Flat name of a field of `Transformer` -> its default.
 DEFAULTS = flatten_fields(Transformer())

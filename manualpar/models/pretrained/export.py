@@ -1,8 +1,8 @@
 """Writes a state as `.safetensors` files that other programs can read.
 
 On a disk, process 0 writes the headers of all files. Then every process writes the slices of its
-devices, see `tensor_writer`. In a bucket, a file is uploaded as a whole by one process, for which
-its tensors are gathered. The processes take turns with the files.
+devices, see `tensor_writer`. In a bucket, a file must be uploaded as a whole: its tensors are
+gathered, and one process writes the file to a local disk and uploads it. The processes take turns.
 
 Invariants: a tensor has the same bits as if the parameters were on one device. A folder with the
 requested name is complete, see `target`.

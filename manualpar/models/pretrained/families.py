@@ -1,8 +1,8 @@
 """Tables that map the keys of `config.json` to fields of a `Transformer`, for each model family.
 
 `model_type` names the family. A `Family` lists the field of each key, the fields that have the same
-value in all models of the family, and the default of each optional key.
-`manualpar.models.pretrained.architecture` reads rotations and windows, which need code.
+value in all models of the family, and the default of each optional key. Rotary positions and
+windows need code, which is in `manualpar.models.pretrained.architecture`.
 """
 
 import dataclasses

@@ -82,7 +82,7 @@ def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, An
             return config
         why.append(f"{name} has another {' and '.join(different)}")
     raise ValueError(
-        f"export_hf: no family of models is like this Transformer ({'; '.join(why)}); expected the "
+        f"export_hf: no model family describes this Transformer ({'; '.join(why)}); expected the "
         f"fields of one of {', '.join(FAMILIES)}."
     )
 

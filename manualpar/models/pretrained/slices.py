@@ -193,7 +193,8 @@ class Slice(NamedTuple):
     Attributes:
       where: The slice of the tensor.
       bounds: The box, with the dims of the parameter.
-      split: The sizes of the box, with dims merged in the tensor split, in the tensor's order.
+      split: The sizes of the box's dims, in the order in which the tensor stores these dims. A
+        merged dim of the tensor counts as several dims.
       order: The position of each of the parameter's dims in `split`.
     """
 

@@ -185,7 +185,7 @@ def _check_tensors(
 
 
 class _Named(NamedTuple):
-    """A stand-in for a dtype that NumPy may not have, with the attribute `name`."""
+    """A stand-in for a dtype that NumPy may not have; `show_array` reads only its `name`."""
 
     name: str
 

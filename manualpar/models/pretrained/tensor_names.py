@@ -114,7 +114,7 @@ OWN: Mapping[str, Mapping[str, Rule]] = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
-# Tables in old files that are ignored, because they follow from the config.
+# Tensors in old files that are ignored, because their values follow from the config.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)/")
 _STACKED = re.compile(r"\{\w+\}")

@@ -2,8 +2,9 @@
 
 The header of a file gives the place of each tensor, so that processes write without waiting for
 each other. If several devices store a shard, only the first of them writes it. In addition to its
-state, a process needs memory for one band of a tensor in each thread. On an accelerator, each
-thread also needs a copy on the host: `BOX_BYTES`, or one shard if a shard is larger.
+state, a process needs memory for one band of a tensor (a range of rows, see `slices.BAND`) in each
+thread. On an accelerator, each thread also needs a copy on the host: `BOX_BYTES`, or one shard if a
+shard is larger.
 """
 
 import concurrent.futures

@@ -84,7 +84,7 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path, monkeypa
     refused("out is not empty, expected a new directory", to=target)
     refused("dtype is 'int8', expected one of float64", dtype="int8")
     refused("max_shard_bytes is 0, expected at least 1", max_shard_bytes=0)
-    refused(r"no family of models is like this .*qwen2 has another qkv_bias", family="qwen2")
+    refused(r"no model family describes this .*qwen2 has another qkv_bias", family="qwen2")
     refused("cannot be copied", tokenizer=tmp_path / "none.json")
 
 

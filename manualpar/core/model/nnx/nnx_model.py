@@ -195,8 +195,8 @@ class NNXModel(ModelInterface):
         unknown = sorted(set(variables) - known)
         if unknown:
             raise ValueError(
-                f"model: applied with collections {unknown}, expected only {sorted(known)}, which "
-                f"are those of {type(self.module).__name__}."
+                f"model: applied with collections {unknown}, expected only {sorted(known)}, the "
+                f"collections of {type(self.module).__name__}."
             )
         module = nnx.merge(nnx.graphdef(self.module), nnx.from_flat_state(leaves))
         mark_keyless(module)
@@ -295,8 +295,8 @@ def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Modul
             if isinstance(value, jax.core.Tracer):
                 raise TypeError(
                     f"model: {path_text((*path, attribute))!r} is an array of shape {value.shape} "
-                    "that is not in an nnx.Variable. If it is to be trained, expected an "
-                    "nnx.Param, otherwise another nnx.Variable or an array of NumPy. Write "
+                    "that is not in an nnx.Variable. Expected an nnx.Param if it is trained, "
+                    "and otherwise another nnx.Variable or a NumPy array. Write "
                     f"self.{attribute} = nnx.Param(...)."
                 )
     return module
@@ -366,7 +366,7 @@ def _find(variables: Mapping[str, Any], collection: str, path: Path) -> Any:
         if not isinstance(tree, Mapping) or name not in tree:
             raise ValueError(
                 f"model: applied without the variable {path_text(path)!r} of collection "
-                f"{collection!r}, expected all that init makes."
+                f"{collection!r}, expected every variable that init makes."
             )
         tree = tree[name]
     return tree
