@@ -1,16 +1,17 @@
-"""Compares kinds of attention for one layer on TPUs, with estimates by XLA's TPU compiler.
+"""Estimates one layer's attention on TPUs, for each kind of attention, with XLA's TPU compiler.
 
 python -m benchmarks.attention [--topologies v5e:2x2 v6e:2x2 v5p:2x2x1] [--kinds splash blockwise]
     [--lengths 2048 8192 32768] [--heads 16 --key_heads 16] [--output FILE.md] [--json FILE.json]
 
-No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothing is timed. A row is
-the attention of one layer, forward and backward, in bfloat16: one sequence per chip, 128 features
-per head, with document numbers. A kind that does not fit into memory has a row too.
+No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothing is timed. A row of
+the table is the attention of one layer, forward and backward, in bfloat16: one sequence per chip,
+128 features per head, with document numbers. If a kind of attention does not fit into memory, its
+row contains the compiler's error.
 
 Milliseconds are the compiler's cycles divided by the chip's clock. The compiler gives no cycles for
-kernels. So kernels are assumed to reach a share of the chip's peak, which was fitted to published
-speeds, see `manualpar.planner.kernels`. Therefore the figures of splash are less certain than the
-other figures.
+Pallas kernels. So a kernel is assumed to reach a share of the chip's peak, which was fitted to
+published speeds, see `manualpar.planner.kernels`. Therefore the figures of splash attention, which
+is a kernel, are less certain than the other figures.
 """
 
 import argparse
@@ -49,9 +50,10 @@ HEADER = (
 def compile_layer(
     args: argparse.Namespace, name: str, length: int, kind: AttentionKind
 ) -> tuple[float, ...] | str:
-    """Returns temporary bytes, seconds, kernel seconds, and the number of unestimated operations.
+    """Returns temporary bytes, compute seconds, kernel seconds, and unestimated operations.
 
-    If the layer does not fit into memory, returns the compiler's error instead.
+    The compute seconds include the kernel seconds. The last number counts the operations for which
+    there is no estimate. If the layer does not fit into memory, returns the compiler's error.
     """
     topology = parse_topology(name)
     devices = topologies.get_topology_desc(topology.slice_name, "tpu").devices

@@ -2,25 +2,26 @@
 
 python -m benchmarks.calibration [--json benchmarks/calibration.json]
 
-The command takes a minute on one core, and needs no accelerator. It fits, by least squares of
-log(estimate / published speed):
+The command takes a minute on one core, and needs no accelerator. A row is one published training
+speed (`benchmarks/published_rows.py`). By least squares of log(estimated / published speed), the
+command fits:
 
-- for each chip, the share of its peak that products reach (H200 has the same die as H100),
+- for each chip, the share of its peak that matrix products reach (H200 has the same die as H100),
 - for TPUs and for GPUs, the share of the peak that attention kernels reach.
 
-A third share was tried: the exposed share of the collectives for which the next product waits. The
-rows do not determine this share: the halves gave 0.04 and 0.96 for GPUs and 0.40 and 1.00 for TPUs.
-The number of rows within 15% did not change, and the share of attention kernels on GPUs came out at
-0.22, half of the share that these kernels are known to reach. So these collectives count as fully
-exposed, as they are in the programs of this package.
+A third share was tried: if a matrix product waits for a collective, the share of the collective's
+time that is exposed. The rows do not determine this share: one half gave 0.04 for GPUs and 0.40 for
+TPUs, the other half 0.96 and 1.00. With this share, no more rows were within 15%, and the share of
+attention kernels on GPUs came out at 0.22, half of the share that these kernels are known to reach.
+So these collectives count as fully exposed, as they are in the programs of this package.
 
 The halves were chosen before the first fit. Rows of one publisher and model on one chip are a
 *series*. A series is not divided, because its rows are nearly the same measurement. The series of a
 chip are in alphabetical order of publisher and model; the first is fitted, the second tested, the
-third fitted, and so on. A chip with only one series is split row by row in the order of `FIGURES`.
-Rows in FP8, which this package lacks, are estimated in bfloat16 and belong to neither half. The fit
-is repeated with the halves exchanged. So each row has an estimate from shares that were not fitted
-to this row, and the two fits show how much the shares depend on the choice of the halves.
+third fitted, and so on. If a chip has only one series, its rows are fitted and tested in turn, in
+the order of `FIGURES`. Rows in FP8, which this package lacks, are estimated in bfloat16 and belong
+to neither half. A second fit uses the other half. So each row has an estimate from shares that were
+not fitted to this row, and the two fits show how much the shares depend on the choice of the half.
 
 `manualpar/planner/hardware.py` contains the shares of the first fit. `docs/scale.md` shows the
 table, and explains its largest errors.
@@ -48,7 +49,7 @@ from manualpar.system.reports.tables import Column, describe_share, print_table
 RESULTS = Path(__file__).parent / "calibration.json"
 Shares = Mapping[str, float]  # Each share by its name, such as "products v5p", "attention torus".
 GOAL = 0.15
-# The shares of products and of attention that were assumed before they were fitted.
+# The shares that the planner used before the fit, by chip; attention had the share of products.
 BEFORE = {"a100": 0.8, "h100": 0.7, "h100-500w": 0.7, "v5e": 0.85, "v5p": 0.85, "v6e": 0.85}
 START = {"products": 0.7, "attention": 0.5}
 MOST_STEPS = 100
@@ -67,7 +68,7 @@ def fitted_shares() -> dict[str, float]:
 
 
 def estimate_figure(figure: PublishedFigure, shares: Shares) -> StepEstimate:
-    """Estimates a published row with `shares`; attention without a share uses that of products."""
+    """Estimates a published row; without a share of attention, the share of products is used."""
     (products, attention), topology = shares_of(figure), figure.devices
     chip = dataclasses.replace(
         topology.chip,
@@ -94,7 +95,7 @@ def ratio(figure: PublishedFigure, shares: Shares) -> float:
 def split(
     figures: Sequence[PublishedFigure],
 ) -> tuple[list[PublishedFigure], list[PublishedFigure]]:
-    """Splits rows into fitted rows and tested rows, by the rule of this module."""
+    """Splits the rows in bfloat16 into fitted and tested rows, as the module's docstring says."""
     halves: tuple[list[PublishedFigure], list[PublishedFigure]] = ([], [])
     comparable = [figure for figure in figures if figure.dtype == "bfloat16"]
     by_chip: dict[str, list[PublishedFigure]] = {}
@@ -109,7 +110,7 @@ def split(
 
 
 def fit(figures: Sequence[PublishedFigure]) -> dict[str, float]:
-    """Fits shares between 0 and 1: minimizes the sum of the squared logarithms of ratios."""
+    """Fits shares from 0.001 to 1: minimizes the sum of log(estimated / published speed)²."""
     names = sorted({name for figure in figures for name in shares_of(figure)})
 
     def residuals(x: np.ndarray) -> np.ndarray:
@@ -121,7 +122,7 @@ def fit(figures: Sequence[PublishedFigure]) -> dict[str, float]:
 
 
 def least_squares(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
-    """Minimizes squares by Levenberg and Marquardt's method, with unknowns from 0.001 to 1.
+    """Minimizes the sum of squared residuals (Levenberg-Marquardt), with unknowns from 0.001 to 1.
 
     Args:
       residuals: Computes the residuals from the unknowns.
@@ -157,7 +158,7 @@ def least_squares(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray) 
 
 
 def calibrate() -> dict[str, Any]:
-    """Fits both halves; returns the shares of both fits, and the ratios of all rows."""
+    """Fits shares to each half; returns the shares of both fits, and the ratios of all rows."""
     fitted, tested = split(FIGURES)
     shares, exchanged = fit(fitted), fit(tested)
     before = {f"products {name}": share for name, share in BEFORE.items()}
@@ -185,7 +186,7 @@ def calibrate() -> dict[str, Any]:
 
 
 def summarize(results: Mapping[str, Any]) -> list[str]:
-    """Describes the errors of estimates: for each half, and with the halves exchanged."""
+    """Describes the errors of the estimates of each half: before and after the fit, one a line."""
     sentences = []
     for half, column, words in (
         ("fitted", "before", "before calibration, the fitted half"),
@@ -215,14 +216,14 @@ COLUMNS: Sequence[Column[Mapping[str, Any]]] = (
 
 
 def print_calibration(console: rich.console.Console, results: Mapping[str, Any]) -> None:
-    """Prints all rows and the errors of estimates."""
+    """Prints a table of all rows, and a summary of the errors of their estimates."""
     print_table(console, COLUMNS, results["rows"])
     for sentence in summarize(results):
         console.print(sentence, soft_wrap=True, highlight=False)
 
 
 def read_results() -> dict[str, Any]:
-    """Reads the committed results."""
+    """Reads the results in `benchmarks/calibration.json`, which is committed."""
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return found
 

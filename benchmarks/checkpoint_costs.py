@@ -1,8 +1,9 @@
 """Measures the costs of checkpoints: the steps lost to saving, and the time to resume.
 
-Saving is measured in the training loop: a block with a checkpoint after its first step is compared
-with a block without a checkpoint. The first block ends when the checkpoint is complete on disk. So
-this block includes writing in the background, which uses the same processors as simulated devices.
+A block is a fixed number of steps of the training loop. The cost of saving is the difference
+between a block that saves a checkpoint after its first step and a block that saves none. The block
+that saves ends when the checkpoint is complete on disk. So its time includes the writing in the
+background, which uses the same processors as the simulated devices.
 """
 
 import functools
@@ -28,7 +29,7 @@ from manualpar.training.monitoring.run_files import PLACED_FILES
 from manualpar.training.workdir import FOLDER, restore
 
 ROOT = Path(__file__).parent.parent
-# Blocks are longer than a background save by this factor, so that the save ends first.
+# A block lasts at least this many times as long as a background save, which thus ends first.
 SPARE = 1.5
 PROCESS_SECONDS = 600.0
 FIRST_REPORT = re.compile(r"step\s+\d+/\d+\s+train\s")
@@ -38,7 +39,7 @@ class SaveCosts(NamedTuple):
     """The costs of saving: medians over rounds.
 
     Attributes:
-      steps: The steps of a block.
+      steps: The number of steps of a block.
       step_seconds: The seconds of a step without saving.
       asynchronous: The cost of an asynchronous save, in steps.
       synchronous: The cost of a synchronous save, in steps.
@@ -69,7 +70,7 @@ class ResumeTimes(NamedTuple):
 
 
 class Saves:
-    """Runs blocks with a save, one after the other, in a separate folder.
+    """Runs blocks, each of which saves one checkpoint, into one folder.
 
     Attributes:
       blocked: Seconds that the loop waited for each save.
@@ -77,7 +78,7 @@ class Saves:
     """
 
     def __init__(self, bench: Bench, *, asynchronous: bool) -> None:
-        """Sets up the checkpoints; makes no folder yet."""
+        """Opens the checkpoints of a folder that does not exist yet; the first save makes it."""
         self._bench = bench
         self._folder = bench.folder / ("asynchronous" if asynchronous else "synchronous")
         keep = bench.config.checkpoint.keep
@@ -91,7 +92,7 @@ class Saves:
         self._number += 1
         times = self._bench.loop(num_steps, saver=(self.checkpoints, self._number))
         self.blocked.append(times.blocked)
-        # The manifest is renamed last, right before the folder gets its name.
+        # The save's last change in the folder renames the manifest, so this is the save's end.
         complete = (self._folder / str(self._number)).stat().st_mtime
         self.background.append(max(complete - times.saved_at, 0.0))
         return times.seconds
@@ -102,8 +103,9 @@ def measure_saving(bench: Bench, *, steps: int, rounds: int) -> SaveCosts:
 
     Args:
       bench: The program to train.
-      steps: Steps of a block, at least two; with 0, as many steps as a background save takes.
-      rounds: The number of blocks of each kind.
+      steps: Steps of a block, at least two; 0 chooses a number with which the
+        background save ends within the block.
+      rounds: The number of blocks of each kind: no save, asynchronous save, synchronous save.
 
     Returns:
       The costs.
@@ -137,7 +139,7 @@ def measure_saving(bench: Bench, *, steps: int, rounds: int) -> SaveCosts:
 
 
 def _steps_for(bench: Bench, saves: Saves) -> int:
-    """Returns the number of steps with which a block takes longer than a save."""
+    """Returns a number of steps with which a block lasts longer than a background save."""
     trial = 4
     # The first save of a process is slower than the others.
     for _ in range(2):
@@ -204,14 +206,16 @@ def measure_processes(
 def _run_process(
     config: Path, workdir: Path, *, num_steps: int, devices: int | None, until: Path | None = None
 ) -> float:
-    """Starts a training; ends it after the report of its first step, once `until` exists.
+    """Trains in a new process, and kills it after the report of its first step.
+
+    If `until` is given, the process is killed only after it has made this folder.
 
     Returns:
-      The seconds until the report.
+      The seconds from the start of the process to the report.
     """
     command = [
         *(sys.executable, "-m", "experiments.fsdp", f"--config={config.absolute()}"),
-        # The first step is also the last, so that it is reported at once and not some steps later.
+        # The first step is also the last, because the last step is reported at once.
         f"--config.training.num_steps={num_steps}",
         "--config.training.eval_every_steps=0",
         f"--workdir={workdir}",

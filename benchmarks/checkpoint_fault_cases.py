@@ -1,4 +1,4 @@
-"""Cases of damage to the folder of a run; see `benchmarks.checkpoint_faults`."""
+"""Changes to a run's folder, and whether the run must then resume; see `checkpoint_faults`."""
 
 import functools
 import json
@@ -25,12 +25,12 @@ class Case(NamedTuple):
     """A change to a run's folder.
 
     Attributes:
-      kind: The class of the change.
+      kind: The kind of change, for example "file of a checkpoint"; results are counted by kind.
       name: The change in words.
       damage: Makes the change in a folder.
-      expected: Whether the run goes on or is refused.
+      expected: `GOES_ON`, `REFUSED` or `EITHER`.
       step: The step of the checkpoint from which the run goes on.
-      changes: Fields of the config that differ from the run's config.
+      changes: Config fields that are changed before the run is resumed.
     """
 
     kind: str
@@ -42,14 +42,14 @@ class Case(NamedTuple):
 
 
 def flip(path: Path, *, part: float = 0.5) -> None:
-    """Flips a bit of a file."""
+    """Flips a bit of a file, in the byte at the fraction `part` of its length."""
     data = bytearray(path.read_bytes())
     data[int(part * (len(data) - 1))] ^= 4
     path.write_bytes(data)
 
 
 def put(content: bytes | None, path: Path) -> None:
-    """Replaces the file or folder at a path by a file, or only removes it."""
+    """Removes the file or folder at a path; writes a file there, unless `content` is `None`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -59,7 +59,7 @@ def put(content: bytes | None, path: Path) -> None:
 
 
 def others(outside: Path) -> dict[str, Callable[[Path], None]]:
-    """Returns functions that replace a file by something that is not a regular file."""
+    """Returns functions that replace the file at a path by a folder, a FIFO, a socket or a link."""
 
     def link(path: Path) -> None:
         target = outside / "copy"
@@ -91,7 +91,7 @@ def others(outside: Path) -> dict[str, Callable[[Path], None]]:
 
 
 def damages() -> dict[str, Callable[[Path], object]]:
-    """Returns functions that damage the content of a file."""
+    """Returns functions that change the content of the file at a path, or remove the file."""
     return {
         "a bit flipped": flip,
         "the first bit flipped": functools.partial(flip, part=0.0),
@@ -104,7 +104,7 @@ def damages() -> dict[str, Callable[[Path], object]]:
 
 
 def at(name: str, act: Callable[[Path], object]) -> Damage:
-    """Returns a function that applies `act` to one file of a run."""
+    """Returns a function that applies `act` to the file `name` of a run's folder."""
     return lambda workdir: act(workdir / name)
 
 
@@ -115,8 +115,8 @@ def cases(workdir: Path, outside: Path) -> Iterator[Case]:
     """Yields all cases.
 
     Args:
-      workdir: The undamaged run, whose files are listed.
-      outside: The folder that links point to.
+      workdir: The folder of the undamaged run; there are cases for each file in it.
+      outside: The folder outside of the run that links point to.
     """
     yield Case("nothing", "nothing", lambda workdir: None, GOES_ON)
     yield from _checkpoint_files(workdir, outside)
@@ -130,7 +130,7 @@ def cases(workdir: Path, outside: Path) -> Iterator[Case]:
 
 
 def _checkpoint_files(workdir: Path, outside: Path) -> Iterator[Case]:
-    """Yields damage to each file of the newest checkpoint."""
+    """Yields cases with one damaged or replaced file of the newest checkpoint."""
     folder = workdir / NEWEST
     back = {"checkpoint.on_corruption": "previous"}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -146,7 +146,7 @@ def _checkpoint_files(workdir: Path, outside: Path) -> Iterator[Case]:
 
 
 def forge(workdir: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a manifest and updates its checksum."""
+    """Changes the manifest of the newest checkpoint, and gives it the right checksum."""
     path = workdir / NEWEST / manifest.MANIFEST
     found = manifest.read_manifest(path.parent)
     content: dict[str, Any] = {
@@ -159,7 +159,7 @@ def forge(workdir: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def _manifests() -> Iterator[Case]:
-    """Yields manifests with a right checksum, but with contents that no save writes."""
+    """Yields cases whose manifest has the right checksum, but content that no save writes."""
     kind, digest = "manifest made on purpose", "0" * 64
 
     def changed(name: str, value: Any) -> Damage:
@@ -204,7 +204,7 @@ TEXTS = {
 
 
 def _texts() -> Iterator[Case]:
-    """Yields invalid JSON and wrong values, with a manifest that matches them."""
+    """Yields a checkpoint's JSON files with bad content; the manifest has the right new hash."""
     for text, content in {**TEXTS, "100 MB of blanks": b" " * 100_000_000}.items():
         damage = at(f"{NEWEST}/{manifest.MANIFEST}", functools.partial(put, content))
         yield Case("JSON of a checkpoint", f"{manifest.MANIFEST}: {text}", damage, REFUSED)
@@ -212,7 +212,7 @@ def _texts() -> Iterator[Case]:
     inner += ["state/_sharding", "state/array_metadatas/process_0"]
     for name in inner:
         for text, content in TEXTS.items():
-            # Orbax may ignore files that it does not need.
+            # Orbax may ignore some of these files, because it does not need them.
             expected = (
                 EITHER if name[:1] == "_" or "/_sharding" in name or "array" in name else REFUSED
             )
@@ -221,7 +221,7 @@ def _texts() -> Iterator[Case]:
 
 
 def _rewritten(name: str, content: bytes) -> Damage:
-    """Replaces a file of a checkpoint, and updates the manifest."""
+    """Returns a function that replaces a file of the newest checkpoint, and its hash."""
 
     def damage(workdir: Path) -> None:
         folder = workdir / NEWEST
@@ -233,7 +233,7 @@ def _rewritten(name: str, content: bytes) -> Damage:
 
 
 def _extras() -> Iterator[Case]:
-    """Yields changes to the saved values other than arrays, with a manifest that matches them."""
+    """Yields changes to `extra/metadata`, the saved values that are not arrays, and its hash."""
     nested: Any = []
     for _ in range(90):
         nested = [nested]
@@ -270,17 +270,17 @@ def _extras() -> Iterator[Case]:
 
 
 def _update(field: str, value: Any, content: dict[str, Any]) -> None:
-    """Changes one field of an object."""
+    """Sets one field of a JSON object."""
     content[field] = value
 
 
 def _remove(field: str, content: dict[str, Any]) -> None:
-    """Removes one field of an object."""
+    """Removes one field of a JSON object."""
     del content[field]
 
 
 def _names(outside: Path) -> Iterator[Case]:
-    """Yields changes to the folder that contains the checkpoints."""
+    """Yields files and folders that no run makes, in the folder that contains the checkpoints."""
     kind, back = "name in the folder of checkpoints", {"checkpoint.on_corruption": "previous"}
     no_folders = others(outside)
     makers = {name: act for name, act in no_folders.items() if name != "a folder"}
@@ -309,7 +309,7 @@ GOOD = {
 
 
 def _lines(outside: Path) -> Iterator[Case]:
-    """Yields lines that no run writes, and files of lines that are cut or not regular files."""
+    """Yields damage to the JSON Lines files of `GOOD`, such as invalid lines and lost bytes."""
     kind = "file of lines"
     lines = {
         "nothing": b"",
@@ -337,7 +337,7 @@ def _lines(outside: Path) -> Iterator[Case]:
     }
 
     def prepend(name: str, line: bytes, workdir: Path) -> None:
-        """Inserts a line at the beginning, and corrects the size of the file in the checkpoint."""
+        """Inserts a first line into a file, and corrects the file's size in the checkpoint."""
         path = workdir / name
         path.write_bytes(line + b"\n" + path.read_bytes())
         extra = json.loads((workdir / NEWEST / "extra/metadata").read_text())
@@ -355,18 +355,18 @@ def _lines(outside: Path) -> Iterator[Case]:
         for what in ("a bit flipped", "the first bit flipped", "longer"):
             yield Case(kind, f"{name}: {what}", at(name, damages()[what]), GOES_ON)
         for what, act in others(outside).items():
-            # The user may link to a disk with more room, so a link may be followed here.
+            # A user may keep this file on a larger disk behind a link, so following it is allowed.
             expected = EITHER if what.startswith("a link") else REFUSED
             yield Case(kind, f"{name}: {what}", at(name, act), expected)
 
 
 def _configs(workdir: Path, outside: Path) -> Iterator[Case]:
-    """Yields damage to `config.json`, with the run's config and with another seed."""
+    """Yields damage to `config.json`; the run is resumed with its own config or another seed."""
     kind, other = "config.json", {"seed": 9}
     contents = {**TEXTS, "gone": None}
     for what, content in contents.items():
         damage = at("config.json", functools.partial(put, content))
-        # An empty object is an incomplete config; the checkpoint has the complete config.
+        # In place of a missing or incomplete config, the config in the checkpoint is compared.
         same = GOES_ON if what in ("gone", "an empty object") else REFUSED
         yield Case(kind, what, damage, same)
         yield Case(kind, f"{what}, another seed", damage, REFUSED, changes=other)
@@ -383,7 +383,7 @@ def _configs(workdir: Path, outside: Path) -> Iterator[Case]:
 
 
 def _locks(outside: Path) -> Iterator[Case]:
-    """Yields changes to the lock file, and to the drafts that replace files."""
+    """Yields changes to the lock file, and to the draft that is renamed to `config.json`."""
     for what, act in others(outside).items():
         yield Case("lock", what, at(".lock", act), REFUSED)
     for what, content in TEXTS.items():
@@ -391,7 +391,7 @@ def _locks(outside: Path) -> Iterator[Case]:
             "lock", f"{what}, nobody's", at(".lock", functools.partial(put, content)), GOES_ON
         )
     for what, act in others(outside).items():
-        changes = {"training.num_steps": 2000}  # Then the run writes the config.
+        changes = {"training.num_steps": 2000}  # A changed config is written again.
         expected = REFUSED if what == "a folder" else GOES_ON
         damage = at(".config.json.draft", act)
         yield Case("draft", what, damage, expected, changes=changes)

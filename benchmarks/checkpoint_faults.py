@@ -3,16 +3,19 @@
     python -m benchmarks.checkpoint_faults
 
 A small run with checkpoints of steps 20 and 40 is written once, and copied for every case. A case
-makes one change to the copy. Then this process does the same as a resume: it checks and locks the
-folder, verifies and restores the newest checkpoint, cuts the files back, writes a line and a
-checkpoint, and makes the report's page. A case is survived if
+makes one change to the copy. Then this process does what a resumed run does: it checks and locks
+the folder, verifies and restores the newest checkpoint, cuts the files of metrics back to the
+checkpoint's step, appends a line to them, saves a checkpoint, and makes the page of the report. A
+case is survived if
 
-  - the run is refused where it has to be refused, in one sentence, by one of the errors that end a
-    run with code 2 or 6;
-  - the restored state has the saved bits where the run has to go on;
-  - the case is fast, and no file outside the folder is opened or changed.
+  - a run that must be refused raises one of the errors that end a run with exit code 2 or 6, and
+    the message is one sentence;
+  - a run that must go on restores the saved state bit for bit;
+  - the case takes less than `MOST_SECONDS`;
+  - no file outside of the run's folder is opened or changed. (A link that the user may have made is
+    an exception.)
 
-Exits with 1 if a case is not survived.
+The exit code is 1 if a case is not survived.
 """
 
 import argparse
@@ -63,8 +66,8 @@ class Reference(NamedTuple):
 
     Attributes:
       workdir: The run's folder.
-      outside: A folder in which no file may be opened.
-      experiment: The run's experiment.
+      outside: A folder outside of the run, in which no file may be opened.
+      experiment: The run's config, program and task.
       states: The state at each step that has a checkpoint.
     """
 
@@ -117,19 +120,19 @@ def make_reference(folder: Path) -> Reference:
 
 
 def _shardings(state: TrainState) -> Any:
-    """Returns the shardings of a state's arrays; a step that is a number is replicated."""
+    """Returns the shardings of a state's arrays; the step, a NumPy number, is replicated."""
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     return jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else whole, state)
 
 
 def _place(workdir: Path) -> dict[str, int]:
-    """Returns the lengths of the files of metrics."""
+    """Returns the sizes of the two files of metrics, in bytes."""
     return {name: (workdir / name).stat().st_size for name in ("metrics.jsonl", "throughput.jsonl")}
 
 
 def _extra(experiment: Experiment, writer: RunWriter, step: int) -> dict[str, Any]:
-    """Returns the saved values other than arrays."""
+    """Returns the values of a checkpoint at `step` that are not arrays, as a run saves them."""
     return {
         "position": step * experiment.config.data.batch_size,
         "config": experiment.config.to_dict(),
@@ -140,10 +143,10 @@ def _extra(experiment: Experiment, writer: RunWriter, step: int) -> dict[str, An
 
 
 class Watched:
-    """Records whether Python code opens any file in a folder."""
+    """Records which files in a folder Python code opens, while `is_on` is true."""
 
     def __init__(self, folder: Path) -> None:
-        """Begins with an empty record."""
+        """Adds an audit hook to this process, which Python cannot remove again."""
         self._folder = str(folder)
         self.is_on = False
         self.opened: list[str] = []
@@ -166,7 +169,7 @@ def attempt(case: Case, reference: Reference, workdir: Path, watched: Watched) -
       watched: The record of opened files in the outside folder.
 
     Returns:
-      Why the case was not survived; `''` for a survived case.
+      Why the case was not survived; `''` if it was survived.
     """
     shutil.copytree(reference.workdir, workdir)
     case.damage(workdir)
@@ -199,14 +202,14 @@ def attempt(case: Case, reference: Reference, workdir: Path, watched: Watched) -
     if not refusal and case.expected == REFUSED:
         return "went on"
     if case.expected == EITHER:
-        return ""  # Files outside may be opened, because the user may have put the link there.
+        return ""  # Opening a file outside is allowed: the link may be the user's.
     if watched.opened:
         return f"opened {watched.opened}"
-    return "" if before == _content(reference.outside) else "changed what is outside"
+    return "" if before == _content(reference.outside) else "changed a file outside"
 
 
 def _go_on(case: Case, experiment: Experiment, workdir: Path) -> TrainState:
-    """Resumes a run without training; returns the state."""
+    """Resumes a run with the case's config, but does not train; returns the restored state."""
     config = ml_collections.ConfigDict(experiment.config.to_dict())
     config.update_from_flattened_dict(dict(case.changes))
     experiment = experiment._replace(config=config)
@@ -217,7 +220,7 @@ def _go_on(case: Case, experiment: Experiment, workdir: Path) -> TrainState:
     with contextlib.ExitStack() as stack:
         try:
             check_folder(config, workdir)
-        except OSError as error:  # As the command line does.
+        except OSError as error:  # The command line does the same.
             raise UsageError(str(error)) from error
         stack.enter_context(lock_workdir(workdir, report=report))
         checkpoints = stack.enter_context(open_checkpoints(config, workdir))
@@ -248,21 +251,21 @@ def _is_same(state: TrainState, other: TrainState) -> bool:
 
 
 def _arrays(state: TrainState) -> list[np.ndarray]:
-    """Returns all values of a state."""
+    """Returns all arrays of a state on the host, with the random key as integers."""
     plain = state.replace(rng=jax.random.key_data(state.rng))
     return [np.asarray(x) for x in jax.tree.leaves(plain)]
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    """Returns the files of a folder."""
+    """Returns the content of each file in a folder, by path."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def try_all(reference: Reference, chosen: list[Case], folder: Path) -> dict[str, list[str]]:
-    """Tries all chosen cases.
+    """Tries all chosen cases, and prints those that are not survived.
 
     Returns:
-      For each kind, a line for each case; `''` for a survived case.
+      For each kind, what `attempt` returned for its cases: `''` for a survived case.
     """
     watched = Watched(reference.outside)
     outcomes: dict[str, list[str]] = {}
@@ -281,14 +284,14 @@ def try_all(reference: Reference, chosen: list[Case], folder: Path) -> dict[str,
 
 
 def main() -> None:
-    """Tries all cases, or the cases with a word in their name or kind; prints how many survived."""
+    """Tries all cases, or those that `--only` selects; prints how many were survived."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", default="", help="a part of the kind or of the name")
+    parser.add_argument("--only", default="", help="text in a case's kind or name")
     only = parser.parse_args().only
     simulate_devices(8)
-    # The path of a socket must be short, so the folder's path is short.
+    # Some cases make a socket, and Linux allows at most 107 bytes for the path of a socket.
     with tempfile.TemporaryDirectory(prefix="faults") as text:
         folder = Path(text).resolve()
         reference = make_reference(folder)

@@ -1,18 +1,18 @@
-"""Compares modes manual and auto for one language model, compiled for TPUs by XLA's compiler.
+"""Compares modes `manual` and `auto` for a language model, compiled by XLA for TPUs.
 
 python -m benchmarks.compiled_for_tpu [--topologies v5e:4x4 v6e:4x4 ...] [--programs ...]
     [--shapes 8x2048 7b] [--processes 1] [--output FILE.md] [--json FILE.json] [--against FILE.json]
 
 No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothing is timed: HBM,
 collectives and cycles are read from the compiled program, and are the same in every run with the
-same versions. Seconds are estimated: the compiler's cycles divided by the chip's clock. Collectives
-have no cycles; their seconds are ring bytes divided by the links' bandwidth, see
-`manualpar.planner.tpu_compiler`. The step is estimated twice: either one collective at a time uses
-all links, or each link is modelled separately (`manualpar.planner.link_timeline`). Compiling a
-program takes half a minute of a core, or more.
+same versions. Compute seconds are the compiler's cycles divided by the chip's clock. The compiler
+gives no cycles for collectives, so their seconds are the bytes that rings send divided by the
+links' bandwidth, see `manualpar.planner.tpu_compiler`. The seconds of a step are estimated twice:
+if one collective at a time uses all links, and with a separate model of each link
+(`manualpar.planner.link_timeline`). Compiling a program takes half a minute on one core, or more.
 
-With `--against`, the exit code is 1 if any figure of a program has grown by more than one percent
-since the earlier run in that file.
+`--against` names the `--json` file of an earlier run. The exit code is 1 if any figure of a program
+has grown by more than one percent since that run.
 """
 
 import argparse
@@ -45,7 +45,7 @@ TOLERANCE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A language model; each chip computes one sequence in a step."""
+    """The sizes of a language model. The batch has one sequence for each chip."""
 
     layers: int
     hidden_size: int
@@ -75,7 +75,8 @@ class Variant:
       overlap: Whether compiler options are chosen for the chip and the mesh.
       is_axis_by_axis: Whether gradients are scattered over two mesh axes, one after the other.
       num_split: The number of chips over which layers are split; 0 for no split.
-      sequence: Whether these chips also split the positions between layers.
+      sequence: Whether activations between layers are sharded over these chips by position
+        (sequence parallelism).
     """
 
     mode: str
@@ -106,14 +107,14 @@ COMPARED = ("auto", "manual", "manual, no options")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The results for one program: bytes of a chip, and seconds of a step.
+    """The results for one program: bytes per chip, and seconds per step.
 
     Attributes:
-      shape: The name of the model.
+      shape: The name of the model, a key of `SHAPES`.
       topology: The topology for which the program was compiled.
-      program: The program's name.
-      plan: The plan from the compiler; `None` if the program could not be compiled.
-      error: Why there is no plan, or "".
+      program: The program's name, a key of `PROGRAMS`.
+      plan: The estimate from the compiled program; `None` if it could not be compiled.
+      error: Why it could not be compiled, or "".
     """
 
     shape: str
@@ -140,13 +141,13 @@ class Row:
         ]
 
     def _compared(self, reference: "Row | None") -> str:
-        """Returns the step time on both timelines divided by the step time of another program."""
+        """Returns both estimates of the step time, divided by those of `reference`."""
         mine, others = self.figures(), reference.figures() if reference else {}
         names = ("step_seconds", "step_seconds_by_links")
         return " / ".join(f"{mine[name] / others[name]:.3f}" for name in names if others)
 
     def figures(self) -> dict[str, float]:
-        """Returns the figures that must not grow."""
+        """Returns the figures that `--against` compares, by name; none if the step does not fit."""
         if self.plan is None or not self.plan.fits:
             return {}
         plan = self.plan
@@ -176,7 +177,7 @@ HEADER = (
 
 
 def _sent(plan: StepEstimate, kinds: Sequence[str]) -> str:
-    """Returns the MiB sent by collectives of these kinds, and their asynchronous share."""
+    """Returns the MiB that collectives of these kinds send, and the share sent asynchronously."""
     chosen = [each for each in plan.collectives if each.kind in kinds]
     total = sum(each.bytes_sent for each in chosen)
     is_async = sum(each.bytes_sent for each in chosen if each.is_async)
@@ -184,7 +185,7 @@ def _sent(plan: StepEstimate, kinds: Sequence[str]) -> str:
 
 
 def _seconds(plan: StepEstimate) -> tuple[float | None, ...]:
-    """Returns seconds: compute, exposed and overlapped communication, step, step by links."""
+    """Returns seconds: compute, exposed and overlapped communication, the step's two estimates."""
     sending = plan.exposed_seconds, plan.overlapped_seconds
     return plan.compute_seconds, *sending, plan.step_seconds, plan.step_seconds_by_links
 
@@ -226,7 +227,7 @@ def compile_row(shape: str, topology: str, program: str) -> Row:
 
 
 def grown(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
-    """Returns sentences about the figures that have grown since an earlier run."""
+    """Returns a sentence for each figure that has grown since the earlier run `before`."""
     known = {
         (row["shape"], row["topology"], row["program"]): row["figures"] for row in before["rows"]
     }
@@ -287,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.against:
         return 0
     sentences = grown(rows, json.loads(args.against.read_text(encoding="utf-8")))
-    print("\n".join(sentences or ["Nothing needs more than it did."]))
+    print("\n".join(sentences or ["No figure has grown."]))
     return 1 if sentences else 0
 
 

@@ -47,10 +47,10 @@ class Counts:
 
 
 class CompiledStep:
-    """A step with its state and its batch.
+    """A compiled training step with its state and its batch.
 
     Attributes:
-      counts: The counts of the step.
+      counts: The step's memory, collectives and operations.
       state: The state that the last call returned.
     """
 
@@ -75,7 +75,7 @@ class CompiledStep:
         self._read_loss = read_loss
 
     def losses(self, num_steps: int) -> list[float]:
-        """Runs steps; returns the loss of each step."""
+        """Runs `num_steps` steps; returns the loss of each step."""
         losses = []
         for _ in range(num_steps):
             self.state, metrics = self._compiled(self.state, self._batch)
@@ -83,7 +83,7 @@ class CompiledStep:
         return losses
 
     def block(self, num_steps: int) -> float:
-        """Runs steps; returns the seconds that they took."""
+        """Runs `num_steps` steps; returns the seconds that they took."""
         in_flight: collections.deque[Any] = collections.deque()
         jax.block_until_ready(self.state)
         started = time.perf_counter()
@@ -97,7 +97,7 @@ class CompiledStep:
 
 
 def of_program(program: Program, batch: Batch, *, seed: int = 0) -> CompiledStep:
-    """Compiles a program's step, for the initial state of a seed and a batch on the host."""
+    """Compiles a program's step; `seed` gives the initial state, and `batch` is on the host."""
     step, state = program.train_step, program.init(jax.random.key(seed))
     return CompiledStep(
         getattr(step, "jitted", step),
@@ -109,7 +109,7 @@ def of_program(program: Program, batch: Batch, *, seed: int = 0) -> CompiledStep
 
 
 def mean_loss(metrics: Any) -> float:
-    """Returns the loss from a step's metrics."""
+    """Returns the mean loss from a step's metrics, whose `loss` is a sum and a count."""
     total, number = fetch_metrics(metrics)["loss"]
     return total / number
 
@@ -131,7 +131,7 @@ def count(lowered: Any, compiled: Any, parts: Any, compile_seconds: float) -> Co
     """
     memory = compiled.memory_analysis()
     if memory is None:
-        raise ValueError("count: the backend does not analyse memory, expected one that does.")
+        raise ValueError("count: this backend does not report memory, expected one that does.")
     sent = compiled_collectives(compiled)
     costs = compiled.cost_analysis()
     return Counts(

@@ -3,7 +3,7 @@
 python -m benchmarks.gpu [--devices 1] [--layers 24 --hidden_size 2048 --mlp_size 5504 ...]
     [--batch_size 0] [--no-torch] [--no-suite] [--seconds 2] [--rounds 7]
     [--output FILE.md] [--json FILE.json]
-python -m benchmarks.gpu --tiny     # on a CPU, one device: all but the speed of an accelerator
+python -m benchmarks.gpu --tiny     # on one CPU device; tests all but an accelerator's speed
 
 The command makes one table. All rows train the same model on the same tokens from the same
 parameters with AdamW:
@@ -12,13 +12,14 @@ parameters with AdamW:
   axis of size 1 (FSDP with gathered parameters kept or gathered again, and DP); and mode `auto`. An
   axis of size 1 must cost nothing: FLOPs, accessed bytes and temporaries of the compiled step may
   be at most 2% above plain jit, and no collective may be left. Otherwise the command names the
-  excess and ends with exit code 1. The types of mode `manual` need an all-reduce over one device,
-  which XLA's GPU compiler removes. XLA:CPU keeps this all-reduce, and copies its operand. So on a
-  CPU all-reduces are allowed, and DP, which reduces every gradient, is not compared with plain jit.
+  excess and ends with exit code 1. In mode `manual`, the types of `check_vma` need an all-reduce
+  even if the axis has one device. XLA's GPU compiler removes this all-reduce; XLA:CPU keeps it, and
+  copies its operand. So on a CPU all-reduces are allowed, and DP, which reduces every gradient, is
+  not compared with plain jit.
 - FSDP with each kind of attention, and with stored logits in place of the fused head and loss. If a
   step cannot run or does not fit, its row contains the reason.
-- PyTorch's FSDP2, compiled as in torchtitan, with its flash kernel, in a process for each device,
-  if PyTorch is installed. PyTorch recomputes nothing, so use `--remat none`.
+- PyTorch's FSDP2 with PyTorch's flash kernel, compiled as in torchtitan, in one process for each
+  device. PyTorch recomputes nothing, so this row needs `--remat none`. `--no-torch` leaves it out.
 
 If a row takes longer than `--row_seconds` or its process crashes, the row reports it, and the other
 rows run in a new process (`benchmarks.gpu_rows`). A row also reports losses that differ from the
@@ -26,18 +27,19 @@ losses of the first row. In all these cases the exit code is 1. The JSON file is
 row.
 
 With several `--devices`, FSDP runs over all of them, and there is no plain jit. Only one row uses
-memory at a time, and the first row is measured again at the end. With a batch size of 0 the batch
-is the largest power of two for which FSDP's step fits. MFU is relative to the vendor's peak
-(`manualpar.training.monitoring.throughput`); an unknown device, such as a CPU, has no MFU.
+memory at a time, and the first row is measured again at the end. With `--batch_size 0` each device
+gets the largest number of sequences, a power of two, for which FSDP's step fits. MFU is relative to
+the vendor's peak (`manualpar.training.monitoring.throughput`); an unknown device, such as a CPU,
+has no MFU.
 
-On an accelerator the fast tests run too, at the end, with products in full float32. Tests that need
-eight devices are skipped. `--suite` chooses the files. The tests have not been run on a GPU yet, so
-a failure may only mean that a tolerance is too small.
+After the measurements, the fast tests of this package run on the accelerator, with matrix products
+in full float32. Tests that need eight devices are skipped. `--suite` chooses the test files. The
+tests have not been run on a GPU yet, so a failure may only mean that a tolerance is too small.
 
 A run on a CPU does not show the speed, kernels or memory of an accelerator, or whether its compiler
 removes collectives of one device. Measured on 2026-11-22 with jax 0.10.2 and `--tiny` on a CPU:
 FSDP accesses 6.0 MiB and has 0.7 MiB of temporaries, the same as plain jit; DP accesses 1.084 times
-as much and has 1.039 times as many temporaries.
+as many bytes as plain jit, and has 1.039 times as many bytes of temporaries.
 """
 
 import argparse
@@ -73,7 +75,8 @@ ROOT = Path(__file__).parent.parent
 ALLOWED = 1.02
 SUITE_SECONDS = 7200.0
 COUNTED = ("flops", "accessed", "temporaries")
-# In these rows an axis of size 1 must cost nothing; other rows have another attention or loss.
+# The rows of mode `manual` with the attention and the loss of plain jit. In these rows an axis of
+# size 1 must cost nothing.
 HELD_AGAINST_PLAIN = ("manual fsdp", "manual fsdp, kept", "manual dp")
 HELD_ON_CPU = HELD_AGAINST_PLAIN[:2]
 TINY = {
@@ -113,7 +116,7 @@ def excesses(rows: Sequence[Row]) -> list[str]:
 
 
 def report_rows(words: str, rows: Sequence[Row], *, tokens: int) -> list[str]:
-    """Makes the table and lists excesses; `tokens` is the number per step and device."""
+    """Returns the table and the excesses; `tokens` is the number of tokens per step and device."""
     header = [
         "",
         "ms a step",
@@ -199,7 +202,7 @@ def run_suite(files: Sequence[str]) -> str:
 
 
 def _platform(backend: str) -> str:
-    """Returns the name of a backend in `JAX_PLATFORMS`."""
+    """Returns the name that `JAX_PLATFORMS` has for a backend of `jax.default_backend`."""
     return "cuda" if backend == "gpu" else backend
 
 
@@ -214,7 +217,7 @@ def introduction(conditions: Conditions, options: argparse.Namespace) -> list[st
         conditions.sentence(),
         "",
         f"{options.devices} x {device.device_kind}.{missing if device.platform == 'cpu' else ''} "
-        "In parts of the first row's time: the median over rounds, in brackets its interval (95%). "
+        "Times relative to the first row are medians over rounds, with 95% intervals in brackets. "
         "FLOP, bytes accessed and temporaries are those of the compiled step, in which the body of "
         "a loop counts once. PyTorch compiles with the backend "
         f"{options.torch_backend}.",
@@ -246,17 +249,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--remat", default="none", choices=("none", "dots", "full"))
-    parser.add_argument("--attention", default="", help="of rows that do not say another")
-    parser.add_argument("--unrolled", action="store_true", help="layers that are not scanned")
-    parser.add_argument("--memory_share", type=float, default=0.85, help="of the device's")
-    parser.add_argument("--seconds", type=float, default=2.0, help="that a block takes")
-    parser.add_argument("--row_seconds", type=float, default=1800.0, help="that a row may take")
+    parser.add_argument("--attention", default="", help="kind of attention of most rows")
+    parser.add_argument("--unrolled", action="store_true", help="do not scan the layers")
+    parser.add_argument("--memory_share", type=float, default=0.85, help="for --batch_size 0")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a timed block")
+    parser.add_argument("--row_seconds", type=float, default=1800.0, help="time limit of a row")
     parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--torch_backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--suite", nargs="*", default=["tests"], help="files of tests to run")
+    parser.add_argument("--torch_backend", default="inductor", help="for torch.compile")
+    parser.add_argument("--suite", nargs="*", default=["tests"], help="test files to run")
     parser.add_argument("--no-suite", dest="suite", action="store_const", const=[])
-    parser.add_argument("--tiny", action="store_true", help="a tiny model in float32, on a CPU too")
-    parser.add_argument("--output", type=Path, help="a Markdown file, for a section of its own")
+    parser.add_argument("--tiny", action="store_true", help="a tiny float32 model, for CPUs too")
+    parser.add_argument("--output", type=Path, help="Markdown file that gets a section")
     parser.add_argument("--json", type=Path, help="a JSON file")
     return parser
 
@@ -268,9 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.set_defaults(**TINY)
     options = parser.parse_args(argv)
     if options.torch and importlib.util.find_spec("torch") is None:
-        parser.error(f"PyTorch is not installed; {INSTALL}, or --no-torch to go without")
+        parser.error(f"PyTorch is not installed. Run {INSTALL}, or give --no-torch.")
     if options.torch and options.remat != "none":
-        parser.error(f"--remat is {options.remat}, expected none beside PyTorch, or --no-torch")
+        parser.error(f"--remat is {options.remat}, expected none for PyTorch's row, or --no-torch.")
     if LOG_VARIABLE not in os.environ:
         command = [
             sys.executable,

@@ -31,14 +31,14 @@ class Row:
     """The results for one step.
 
     Attributes:
-      name: The name of the contender.
+      name: The name of the step, see `benchmarks.gpu_steps`.
       seconds: The seconds of a step, by round.
-      ratio: A step's time divided by the first contender's step time in the same round.
+      ratio: The step's time divided by the time of the first row's step in the same round.
       counts: The counts of the step; `None` for PyTorch.
-      memory: PyTorch's peak memory on a device, in bytes; `None` for other contenders.
-      mfu: The model's operations as a share of the device's peak; `None` if the peak is unknown.
+      memory: PyTorch's peak memory on a device, in bytes; `None` for other steps.
+      mfu: The model's FLOP/s divided by the device's peak; `None` if the peak is unknown.
       losses: The losses of the first steps.
-      problem: The error, or "".
+      problem: Why the row has no times, or that its losses differ from the first row's; or "".
     """
 
     name: str
@@ -53,7 +53,7 @@ class Row:
 
 @dataclasses.dataclass
 class RowLog:
-    """The file of rows.
+    """The file to which the measuring process appends its rows, and what was read from it.
 
     Attributes:
       path: The file's path.
@@ -82,7 +82,7 @@ class RowLog:
         self._append({"begun": name})
 
     def end(self, row: Row) -> None:
-        """Writes a row, before it is compared with other rows."""
+        """Writes a finished row; its ratio, MFU and comparison of losses are added later."""
         self._append({"row": dataclasses.asdict(row)})
 
     def note_batch_size(self, size: int) -> None:
@@ -113,7 +113,7 @@ def watch(
       command: The command, which finds the path of the file in `LOG_VARIABLE`.
       path: The path of the file of rows.
       seconds: The time limit of a row.
-      report: Called with a sentence about each row that did not end.
+      report: Called with a line about each row that did not end.
 
     Returns:
       The command's exit code; 1 in place of 0 if a row did not end.
@@ -147,7 +147,7 @@ def _run(command: Sequence[str], path: Path, seconds: float) -> int | None:
             time.sleep(POLL_SECONDS)
         return child.returncode
     finally:
-        # This ends PyTorch's processes too.
+        # PyTorch's processes are in the same process group, so they end too.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()

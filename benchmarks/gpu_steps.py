@@ -1,7 +1,8 @@
-"""Measures steps of one language model on accelerators, one contender after another.
+"""Measures training steps of one language model on accelerators, one contender after another.
 
-Every contender trains the same model from the same parameters on the same tokens with AdamW. Only
-one contender uses memory at a time, so that the model may be as large as one contender can train.
+A contender is a way to train: plain jit, a program of this package, or PyTorch. Every contender
+trains the same model from the same parameters on the same tokens with AdamW. Only one contender
+uses memory at a time, so that the model may be as large as one contender can train.
 The first contender is measured again at the end, which shows how far the machine has drifted.
 """
 
@@ -42,7 +43,10 @@ SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads",
 
 
 def loss_of_logits(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
-    """Computes the language model's loss from stored logits: the model gets no labels."""
+    """Computes the language model's loss from stored logits, without the fused head and loss.
+
+    The lambda hides that the model takes labels, so that the model returns logits.
+    """
     return language_model_loss(params, lambda *args, **more: apply_fn(*args, **more), batch, rng)
 
 
@@ -53,7 +57,7 @@ class Contender:
     Attributes:
       builder: The builder of the program.
       options: The builder's options.
-      attention: The kind of attention; `None` for the kind that the command chooses.
+      attention: The kind of attention; `None` for the kind of `--attention`.
       loss_fn: The loss function.
     """
 
@@ -79,7 +83,7 @@ CONTENDERS: Mapping[str, Contender] = {
 
 
 def make_model_workload(options: argparse.Namespace, batch_size: int) -> Workload:
-    """Makes the language model that the flags describe."""
+    """Makes the language model that the flags describe, its optimizer and a batch of tokens."""
     size = (batch_size, options.sequence_length + 1)
     tokens = np.random.default_rng(0).integers(0, options.vocab_size, size).astype(np.int32)
     model = Transformer(
@@ -111,7 +115,7 @@ def make_model_workload(options: argparse.Namespace, batch_size: int) -> Workloa
 
 
 def build(workload: Workload, name: str, *, devices: int = 1) -> Program:
-    """Builds one of `CONTENDERS` on the first devices."""
+    """Builds the program of `CONTENDERS[name]` on the first `devices` devices."""
     contender, model = CONTENDERS[name], workload.model
     assert isinstance(model, Transformer)
     if contender.attention is not None:
@@ -127,7 +131,7 @@ def build(workload: Workload, name: str, *, devices: int = 1) -> Program:
 
 
 def largest_batch(options: argparse.Namespace) -> int:
-    """Finds the largest batch that fits: a power of two, times the number of devices.
+    """Finds the largest batch with which FSDP fits: a power of two times the number of devices.
 
     Raises:
       ValueError: The device does not report its memory, or a single sequence does not fit.
@@ -135,19 +139,19 @@ def largest_batch(options: argparse.Namespace) -> int:
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(
-            "--batch_size is 0, for as many as fit, and the device does not say how much memory "
-            "it has; give a number."
+            "--batch_size is 0 (the largest that fits), but the device does not report its memory; "
+            "give a number."
         )
     room, size = options.memory_share * stats["bytes_limit"], 1
     while size <= LARGEST_BATCH and _need(options, size * options.devices) <= room:
         size *= 2
     if size == 1:
-        raise ValueError(f"not one sequence fits into {room / 2**30:.1f} GiB; make the model less.")
+        raise ValueError(f"one sequence does not fit into {room / 2**30:.1f} GiB; make it smaller.")
     return size // 2 * options.devices
 
 
 def _need(options: argparse.Namespace, batch_size: int) -> float:
-    """Returns the bytes that `manual fsdp` needs on a device for state and step."""
+    """Returns the bytes of FSDP's state and temporaries on a device."""
     workload = make_model_workload(options, batch_size)
     program = build(workload, "manual fsdp", devices=options.devices)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
@@ -157,9 +161,9 @@ def _need(options: argparse.Namespace, batch_size: int) -> float:
 
 
 def first_parameters(workload: Workload) -> dict[str, np.ndarray]:
-    """Returns the initial parameters of all contenders, by path, layer by layer."""
+    """Returns the initial parameters by path; a scan's stacked parameters are split by layer."""
     model: Any = workload.model
-    key = jax.random.split(jax.random.key(0))[0]  # As in a program's `init`.
+    key = jax.random.split(jax.random.key(0))[0]  # `Program.init` uses this key too.
     params = jax.jit(model.init)(key, workload.batch.inputs[:1])["params"]
     named: dict[str, np.ndarray] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -178,7 +182,10 @@ def shape_of(model: Any) -> dict[str, Any]:
 
 
 def start_torch(options: argparse.Namespace, workload: Workload, files: Path) -> ProcessGroup:
-    """Starts a process for each device, which trains the same model in PyTorch."""
+    """Starts one process per device, which train the same model in PyTorch.
+
+    Writes the initial parameters and the batch to `files`, from which the processes read them.
+    """
     batch = {"batch.inputs": workload.batch.inputs, "batch.labels": workload.batch.labels}
     np.savez(files, **first_parameters(workload), **batch)  # type: ignore[arg-type]
     settings = {
@@ -204,12 +211,12 @@ def measure(
     """Compiles and times all steps that are not in `log` yet, one contender at a time.
 
     After each row `keep` is called with all rows so far. If a row's losses differ from the first
-    row's losses, the row does not train the same model, and this is its `problem`.
+    row's losses, the row does not train the same model, and its `problem` says so.
     """
     chosen = [name for name in CONTENDERS if name in options.contenders]
     names = [PLAIN, *chosen] if options.devices == 1 else chosen
     in_order = (*names, AGAIN, TORCH)
-    # PyTorch is first, because JAX does not give memory back.
+    # PyTorch is measured first, because JAX does not return memory to the device.
     for name in [*([TORCH] if options.torch else []), *names, AGAIN]:
         if name in log.rows:
             continue
@@ -250,7 +257,7 @@ def _reason(error: Exception) -> str:
 
 
 def _measure(options: argparse.Namespace, workload: Workload, name: str) -> Row:
-    """Measures the row of a step, whose state is freed at the end of this function."""
+    """Measures plain jit or a program; its state is freed when this function returns."""
     step = _step(workload, name, options.devices)
     losses = tuple(map(float, step.losses(3)))
     return Row(name, _rounds(options, step.block), counts=step.counts, losses=losses)
@@ -281,7 +288,7 @@ def _rounds(options: argparse.Namespace, block: Block) -> tuple[float, ...]:
 
 
 def _finished(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
-    """Returns the rows with ratios and MFU."""
+    """Returns the rows with their ratios to the first row's times, and with MFU."""
     workload = make_model_workload(options, options.batch_size)
     assert isinstance(workload.model, Transformer)
     flops = flops_per_token(workload.model, options.sequence_length) * workload.batch.inputs.size

@@ -2,12 +2,14 @@
 
     python -m benchmarks.growth --params 100 300 1000 --layers 4 16 64
 
-There are two models: many small dense layers, unrolled, and a dense Transformer, unrolled and
-scanned. For each model and each entry of `WAYS`, a program is built and its step is compiled.
-`plain` is `jax.jit` for one device. Seconds are processor seconds, so that they also count on a
-busy machine. A ratio divides these seconds by the seconds of plain jit in the same round; the table
-shows the median over rounds. An exponent of 1 means that twice the model takes twice as long. Every
-measurement has a process of its own, because jax caches traces.
+There are two models: small dense layers with `--params` parameter arrays in all, unrolled, and a
+dense Transformer of `--layers` layers, unrolled and scanned. For each model and each entry of
+`WAYS`, a program is built and its step is compiled. `plain` is `jax.jit` for one device, `plan` is
+FSDP with a plan that splits the layers over two devices, and `nnx` is FSDP of an NNX model. Seconds
+are processor seconds, which other programs on the machine hardly change. A ratio divides these
+seconds by the seconds of plain jit in the same round; the table shows the median over rounds. An
+exponent of 1 means that a model of twice the size takes twice as long. Every measurement has a
+process of its own, because jax caches traces.
 """
 
 import argparse
@@ -55,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def has_way(model: str, way: str) -> bool:
-    """Returns whether a model has a way: the Transformer is a Linen model, so it lacks `nnx`."""
+    """Returns whether `way` can build `model`; there is no Transformer for `nnx`."""
     return model == "params" or way != "nnx"
 
 
 def rows(seconds: dict[tuple[str, int], list[float]]) -> list[str]:
-    """Makes a table: each way's seconds and ratio at each size, and the exponent of its growth."""
+    """Makes a table: each way's seconds and ratio at each size, and the exponent of the seconds."""
     ways = list(dict.fromkeys(way for way, _ in seconds))
     sizes = list(dict.fromkeys(size for _, size in seconds))
     lines: list[list[str]] = []
@@ -79,7 +81,7 @@ def rows(seconds: dict[tuple[str, int], list[float]]) -> list[str]:
 
 
 def growth(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Returns the exponent of growth between the two largest sizes."""
+    """Returns the exponent with which the seconds grow between the two largest sizes."""
     (a, b), (s, t) = (
         sorted(sizes)[-2:],
         [x for _, x in sorted(zip(sizes, seconds, strict=True))][-2:],
@@ -98,7 +100,7 @@ def _in_process(model: str, way: str, size: int, args: argparse.Namespace) -> fl
 def measure(model: str, way: str, size: int, *, compiles: bool = True) -> float:
     """Returns the processor seconds to build a program and to trace, lower and compile its step.
 
-    The seconds of plain jit do not include the tracing of the initial state.
+    Building a program traces the initial state; the seconds of plain jit do not include this.
     """
     import jax
 
@@ -156,7 +158,10 @@ def _program(model: Any, plan: Any, loss_fn: Any, batch: Any, way: str) -> Calla
 
 
 def _small_layers(model: str, way: str, size: int) -> tuple[Any, Any, Any, Any]:
-    """Returns `size / 2` unrolled dense layers, a plan for them, a loss and a batch."""
+    """Returns `size // 2` unrolled dense layers, each with a kernel and a bias.
+
+    Also returns a plan that splits the layers, a loss function and a batch.
+    """
     import flax.linen as nn
     import jax.numpy as jnp
     from flax import nnx
@@ -194,7 +199,7 @@ def _small_layers(model: str, way: str, size: int) -> tuple[Any, Any, Any, Any]:
 
 
 def _transformer(model: str, way: str, size: int) -> tuple[Any, Any, Any, Any]:
-    """Returns a Transformer of `size` layers, a plan for it, a loss and a batch."""
+    """Returns a Transformer of `size` layers, a plan that splits them, a loss and a batch."""
     import flax.linen as nn
     import numpy as np
 

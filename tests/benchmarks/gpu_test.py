@@ -212,7 +212,7 @@ def test_the_batch_fills_the_memory(monkeypatch):
     largest = gpu_steps.largest_batch
     assert largest(argparse.Namespace(memory_share=0.5, devices=1)) == 16  # 420 of 500 bytes.
     assert largest(argparse.Namespace(memory_share=0.5, devices=2)) == 16
-    with pytest.raises(ValueError, match="not one sequence fits"):
+    with pytest.raises(ValueError, match="one sequence does not fit"):
         largest(argparse.Namespace(memory_share=0.1, devices=1))
 
 
