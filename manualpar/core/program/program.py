@@ -60,7 +60,7 @@ from manualpar.core.program.optimizer_update import Update
 from manualpar.core.program.outer_steps import OuterSteps, StepFunction
 from manualpar.core.program.placement_check import check_strategy, place_parameter
 from manualpar.core.program.step import Step
-from manualpar.core.state.train_state import TrainState
+from manualpar.core.state.train_state import TrainState, describe_tree
 from manualpar.core.trees import Batch
 
 _MODES: dict[str, type[Mode]] = {x.name: x for x in (Manual, Auto, Explicit, Unconstrained)}
@@ -128,6 +128,25 @@ class Program(StartsFromArrays):
     eval_step: EvalStep
     step: Step = dataclasses.field(repr=False)
     outer: OuterSteps | None = dataclasses.field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        """Returns a summary of a few lines: strategy, mesh, parameters, state and batch."""
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        sharded = sum(any(spec) for spec in jax.tree.leaves(self.layout.params))
+        specs = {
+            jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+            for path, x in jax.tree_util.tree_leaves_with_path(self.abstract_batch)
+        }
+        return "\n".join(
+            [
+                f"Program({self.strategy.name}, mode {self.mode}, mesh {mesh})",
+                f"  parameters: {describe_tree(self.whole_state.params)}; {sharded} sharded",
+                f"  optimizer state: {describe_tree(self.whole_state.opt_state)}",
+                f"  batch: {', '.join(f'{name} {spec}' for name, spec in specs.items())}; "
+                f"over {' and '.join(self.data_axes) or 'no axis'}, "
+                f"minibatches on a device: {self.num_minibatches}",
+            ]
+        )
 
     @property
     def model(self) -> TracedModel:

@@ -8,6 +8,7 @@ and the name of its implementation are written.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -55,6 +56,25 @@ class TrainState(train_state.TrainState):
         """Makes a state at step 0; `kwargs` are further fields (`rng=`, `collections=`)."""
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         return state.replace(step=jnp.zeros((), jnp.int32))
+
+    def __repr__(self) -> str:
+        """Returns a summary of a few lines, because the trees of a model fill pages."""
+        trees = ("params", "opt_state", "collections", "local")
+        lines = [f"  {name}: {describe_tree(getattr(self, name))}" for name in trees]
+        return "\n".join([f"TrainState(step={self.step!r})", *lines])
+
+
+def describe_tree(tree: Any) -> str:
+    """Describes a tree in a few words: how many leaves, numbers and bytes its arrays have."""
+    leaves = jax.tree.leaves(tree)
+    arrays = [x for x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
+    if not leaves:
+        return "empty"
+    if len(arrays) < len(leaves):
+        return f"{len(leaves)} leaves"
+    numbers = sum(math.prod(x.shape) for x in arrays)
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    return f"{len(arrays)} arrays, {numbers:,} numbers, {size:,} bytes"
 
 
 def is_key(x: Any) -> bool:

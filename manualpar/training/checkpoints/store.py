@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import socket
+import types
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -143,7 +144,7 @@ class Checkpoints:
         state: TrainState,
         *,
         step: int,
-        extra: Mapping[str, JSON],
+        extra: Mapping[str, JSON] = types.MappingProxyType({}),
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Saves a state; returns once the state has been copied to the host.
@@ -170,7 +171,7 @@ class Checkpoints:
         check_alive("save", state=state)
         try:
             # Copies `extra`, because the caller may change the original during the write.
-            extra = json.loads(json.dumps(extra))
+            extra = json.loads(json.dumps(dict(extra)))
         except (TypeError, ValueError) as error:
             raise TypeError(f"extra={extra!r}, expected values of JSON: {error}.") from None
         numbers = {name: float(value) for name, value in (metrics or {}).items()}

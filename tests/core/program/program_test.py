@@ -259,3 +259,17 @@ def test_a_later_batch_that_does_not_divide_is_refused(devices8):
     with pytest.raises(ValueError, match=r"batch.inputs has 12 examples, expected a positive mult"):
         program.train_step(state, make_batch(size=12))
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))  # Nothing is lost by the error.
+
+
+def test_the_repr_of_a_program_and_of_its_states_is_a_few_lines(mesh8):
+    program = build(fsdp, mesh8, optax.adam(0.1), min_weight_size=16)
+    assert str(program).splitlines()[0] == "Program(fsdp, mode manual, mesh data=8)"
+    state = program.init(jax.random.key(0))
+    numbers = sum(x.size for x in jax.tree.leaves(program.whole_state.params))
+    for shown in (program, state, program.abstract_state, program.layout):
+        text = repr(shown)
+        assert text.count("\n") < 15
+        assert len(text) < 1000
+    assert f"{numbers:,} numbers" in repr(program)
+    assert f"{numbers:,} numbers" in repr(program.whole_state)
+    assert f"; {sum(map(any, jax.tree.leaves(program.layout.params)))} sharded" in repr(program)
