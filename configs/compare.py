@@ -64,7 +64,7 @@ def get_config() -> ConfigDict:
     config.parallel = ConfigDict()
     # The mesh of hsdp. The other strategies use the same devices, along a single axis "data".
     config.parallel.mesh = ConfigDict({"replica": 2, "data": -1})  # -1: the rest of the devices
-    config.parallel.mesh_order = ()  # the axes, slowest links first; (): ordered by their names
+    config.parallel.mesh_order = ()  # the axes, slowest links first; (): from "replica" to "model"
     config.parallel.min_weight_size = 2**4  # smaller parameters (in elements) are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathers again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"

@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
     config.parallel.strategy = "fsdp"  # "dp", "zero1", "zero2", "fsdp" or "hsdp"
     config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
     config.parallel.mesh = ConfigDict({"data": -1})  # -1: all devices
-    config.parallel.mesh_order = ()  # the axes, slowest links first; (): ordered by their names
+    config.parallel.mesh_order = ()  # the axes, slowest links first; (): from "replica" to "model"
     config.parallel.min_weight_size = 2**4  # smaller parameters (in elements) are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathers again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"

@@ -66,7 +66,7 @@ def get_config() -> ConfigDict:
     # -1: all devices. Other possible axes: "model" shards layers, "expert" shards the experts,
     # "context" shards sequences, and "stage" gives each device some of the layers.
     config.parallel.mesh = ConfigDict({"data": -1})
-    config.parallel.mesh_order = ()  # the axes, slowest links first; (): ordered by their names
+    config.parallel.mesh_order = ()  # the axes, slowest links first; (): from "replica" to "model"
     config.parallel.sequence = False  # True: splits the activations between layers over "model" too
     config.parallel.layer_overlap = "none"  # or "ring" (with sequence): computes while sending
     config.parallel.context_attention = "ring"  # over "context": "ring", "ulysses" or "gather"

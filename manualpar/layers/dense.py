@@ -59,7 +59,8 @@ class SplitDense(nn.Module):
         the kernel.
       use_bias: Whether a bias is added, after the sum over devices.
       kernel_init: The initializer of the kernel, called with all of `shape`. If it scales by
-        fan-in, give the initializer the contracted dims. `None` for the default distribution of
+        fan-in, make it with `in_axis` set to the contracted dims, see
+        `jax.nn.initializers.variance_scaling`. `None` for the default distribution of
         `nn.DenseGeneral`.
       bias_init: The initializer of the bias.
       dtype: The dtype of the computation; `None` for the promoted dtype of input and parameters.

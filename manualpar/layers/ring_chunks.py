@@ -67,12 +67,12 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
 
 
 def scatter_chunks(x: Chunks) -> jax.Array:
-    """Sums, over all devices, the terms of this device's chunk.
+    """Reduce-scatters chunks: returns this device's chunk, summed over all devices.
 
-    `x` has this device's terms of the chunks of all devices.
+    `x` has a chunk for each device: this device's contribution to that device's sum.
 
     Communication:
-      The permutes of `gather_chunks` in reverse order. Backward the permutes of `gather_chunks`.
+      Forward: the permutes of `gather_chunks`, in reverse order. Backward: those permutes.
     """
     mine, *others = x.parts
     ahead: jax.Array | int = 0  # Partial sums, to send to the next device ahead.

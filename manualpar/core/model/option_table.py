@@ -172,7 +172,7 @@ def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...])
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
-    """Returns the members of a union; a type that is no union is its only member."""
+    """Returns the members of a union; for any other type, a tuple of only this type."""
     return get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 

@@ -122,7 +122,8 @@ def route_parameter(
         trainable=parameter.trainable,
         mean_axes=tuple(axis for axis in roles.data_axes if axis not in split),
         sum_axes=tuple(axis for axis in roles.stage_axes if axis not in split),
-        # Along these axes each shard is used for all devices' examples, so autodiff sums over them.
+        # If a data axis splits the parameter, each shard is used for the examples of all devices
+        # along this axis. Then autodiff has summed the gradient, which is only divided here.
         divisor=axes_size(mesh, tuple(axis for axis in roles.data_axes if axis in split)),
         shard_only_axes=tuple(
             axis for axis in axes if roles.role_of(axis) == "shard_only" and axis not in split

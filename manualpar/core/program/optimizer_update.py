@@ -207,7 +207,7 @@ def explain_optimizer(
         kind = TypeError if isinstance(error, TypeError) else ValueError
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
         more = f", and optionally {', '.join(offered)}" if offered else ""
-        but = f", of which another part of it refuses {sorted(lost)}" if lost else ""
+        but = f" (another part of the optimizer refuses {sorted(lost)})" if lost else ""
         raise kind(
             f"tx: {step} raises {type(error).__name__} ({first_line}), expected an optimizer that "
             "needs only the parameters and the gradient of the global batch"

@@ -189,9 +189,10 @@ class Program(StartsFromArrays):
         return self.regroup(StartsFromArrays.adopt(program, state))
 
     def for_replicas_of(self, per_device: Mapping[str, Any]) -> "Program":
-        """Returns a program that loads states with as many replicas as `per_device` has.
+        """Returns a program that loads states with another number of replicas.
 
-        `per_device` is the `TrainState.local` of such a state, see `OuterSteps`.
+        `per_device` is the `TrainState.local` of such a state; the number of replicas follows from
+        the shapes of its arrays, see `OuterSteps`.
         """
         return self if self.outer is None else self.outer.for_replicas_of(self, per_device)
 

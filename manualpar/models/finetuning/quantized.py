@@ -184,7 +184,7 @@ class QuantizedInterface(WrappingInterface):
         return dataclasses.replace(self, base=self.base.intercepted(interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """Boxes a module's kernel as the given model does, or returns the bare kernel."""
+        """Returns a kernel as the given model's `init` does: boxed if it is split, else bare."""
         return self.base.annotated(path, kernel)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -287,8 +287,8 @@ def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
             if size % block:
                 raise ValueError(
                     f"quantized: parameter {path!r} of shape {x.shape} is split over {names[-1]!r} "
-                    f"along its last dim, and its last block of {block} is shorter than the "
-                    "others; expected equal blocks. Use blocks whose length divides the dim."
+                    f"along its last dim, and a block length of {block} does not divide its "
+                    f"{size} entries; expected equal blocks. Use a block length that divides them."
                 )
             scales_box = scales_box.replace(shared=True)
         codes, scales = codes_box, scales_box

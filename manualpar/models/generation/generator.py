@@ -54,7 +54,7 @@ class Answer:
         and `top_p`.
       text: The text of the tokens, up to a stop string; empty without a tokenizer.
       ending: `"stop"` if a stop token or a stop string ended the answer; `"length"` if the answer
-        has `max_tokens`.
+        reached the limit of `max_tokens` tokens.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)

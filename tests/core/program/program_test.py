@@ -261,8 +261,8 @@ def test_a_later_batch_that_does_not_divide_is_refused(devices8):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))  # Nothing is lost by the error.
 
 
-def test_the_repr_of_a_program_and_of_its_states_is_a_few_lines(mesh8):
-    program = build(fsdp, mesh8, optax.adam(0.1), min_weight_size=16)
+def test_the_repr_of_a_program_and_of_its_states_is_a_few_lines(devices8):
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.adam(0.1), min_weight_size=16)
     assert str(program).splitlines()[0] == "Program(fsdp, mode manual, mesh data=8)"
     state = program.init(jax.random.key(0))
     numbers = sum(x.size for x in jax.tree.leaves(program.whole_state.params))
