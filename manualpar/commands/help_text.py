@@ -21,7 +21,8 @@ def help_text(description: str, default_config: Path, flags: Mapping[str, str]) 
     """
     config = load_config(default_config)
     fields = fields_of(config)
-    meanings = {x.field: x.meaning for x in PARAMETER_SHARDING.values()}
+    meanings = {name: field.meaning for name, field in fields.items() if field.meaning}
+    meanings |= {x.field: x.meaning for x in PARAMETER_SHARDING.values()}
     meanings |= {x.field: x.meaning for x in PROGRAM_OPTIONS.values()}
     lines = [f"{description.strip()}\n\nFlags:"]
     lines += [f"  --{name:20s}  {text}" for name, text in flags.items()]

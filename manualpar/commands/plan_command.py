@@ -25,7 +25,7 @@ from manualpar.commands.command_line import (
     users_mistakes,
     write_json,
 )
-from manualpar.errors import UsageError, require
+from manualpar.errors import UsageError, nearest, require
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import check_closed_form
 from manualpar.planner.closed_form.layout_config import layout_flags, trace_layout
@@ -52,7 +52,7 @@ from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.planner.vocabulary import planned_task, prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports.tables import print_line
-from manualpar.training.config import flatten_config, nearest
+from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
 
@@ -61,6 +61,8 @@ COMPILERS = ("auto", "tpu", "none")
 Curves = Mapping[str, Sequence[tuple[int, StepEstimate]]]
 # Config field -> the value that the closed form of layouts assumes. A field may also be "".
 CLOSED_FORM: Mapping[str, Any] = {
+    "optimizer.name": "adamw",
+    "optimizer.arguments": {},
     "optimizer.trainable": (),
     "optimizer.ema_decay": 0.0,
     "parallel.param_dtype": "float32",
@@ -297,7 +299,10 @@ def _find_no_closed_form(command: CommandLine) -> str:
             f"{', '.join(map(repr, STRATEGIES.values()))}, which have a closed form"
         )
     for field, expected in CLOSED_FORM.items():
-        if (value := fields.get(field, expected)) not in (expected, ""):
+        value = fields.get(field, expected)
+        if isinstance(value, ml_collections.ConfigDict):
+            value = value.to_dict()
+        if value not in (expected, ""):
             return (
                 f"config.{field} is {value!r}, expected {expected!r}, because the closed form is "
                 "that of AdamW on all parameters, sharded by default"
