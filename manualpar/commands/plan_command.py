@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_collections
 import rich.console
 
 from manualpar.commands.command_line import (
