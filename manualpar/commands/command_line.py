@@ -287,7 +287,7 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
     """Refuses an argument `--config.<field>` if the config has no such field."""
     values = flatten_config(config)
     groups = {name.rsplit(".", depth)[0] for name in values for depth in range(name.count(".") + 1)}
-    dicts = {n: x for n, x in values.items() if isinstance(x, ml_collections.ConfigDict)}
+    dicts = {name: value for name, value in values.items() if isinstance(value, dict)}
     entries = {f"{name}.{key}" for name, entry in dicts.items() for key in entry}
     for argument in filter(OVERRIDE.match, overrides):
         field = argument.split("=")[0].split(".", 1)[1]
@@ -297,7 +297,7 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
             near = nearest(field, values.keys() | entries)
             mend = ""
             if (name := field.rpartition(".")[0]) in dicts:
-                mend = f"; to add to a dict, set all of it, as in {EXAMPLES[name]}"
+                mend = f"; to change the entries, set the complete dict, as in {EXAMPLES[name]}"
             raise UsageError(
                 f"{argument}: the config has no field {field!r}; the nearest one is "
                 f"--config.{near}{mend}."

@@ -4,8 +4,6 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-import ml_collections
-
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.strategies.shared_options import PARAMETER_SHARDING
 from manualpar.training.config import fields_of, flatten_config, load_config
@@ -29,8 +27,7 @@ def help_text(description: str, default_config: Path, flags: Mapping[str, str]) 
     lines.append(f"\nFields of {default_config.name}, each a flag --config.<field>=<value>:")
     for name, value in flatten_config(config).items():
         expected = f"  ({fields[name].expectation()})" if name in fields else ""
-        shown = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
-        lines.append(f"  {name:31s}  {shown or repr(shown)}{expected}")
+        lines.append(f"  {name:31s}  {value or repr(value)}{expected}")
         if name in meanings:
             lines.append(textwrap.indent(textwrap.fill(meanings[name], 90), " " * 6))
     return "\n".join(lines)

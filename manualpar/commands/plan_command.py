@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_collections
 import rich.console
 
 from manualpar.commands.command_line import (
@@ -300,10 +299,7 @@ def _find_no_closed_form(command: CommandLine) -> str:
             f"{', '.join(map(repr, STRATEGIES.values()))}, which have a closed form"
         )
     for field, expected in CLOSED_FORM.items():
-        value = fields.get(field, expected)
-        if isinstance(value, ml_collections.ConfigDict):
-            value = value.to_dict()
-        if value not in (expected, ""):
+        if (value := fields.get(field, expected)) not in (expected, ""):
             return (
                 f"config.{field} is {value!r}, expected {expected!r}, because the closed form is "
                 "that of AdamW on all parameters, sharded by default"

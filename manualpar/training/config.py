@@ -250,12 +250,15 @@ def one_line(value: object) -> str:
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the value of each field by its dotted name; fields of `DICT_FIELDS` stay dicts."""
+    """Returns the value of each field by its dotted name; a field of `DICT_FIELDS` is a dict."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        inner = isinstance(value, Mapping | ml_collections.ConfigDict) and name not in DICT_FIELDS
-        flat |= flatten_config(value, f"{name}.") if inner else {name: value}
+        is_dict = isinstance(value, Mapping | ml_collections.ConfigDict)
+        if is_dict and name not in DICT_FIELDS:
+            flat |= flatten_config(value, f"{name}.")
+        else:
+            flat[name] = ml_collections.ConfigDict(value).to_dict() if is_dict else value
     return flat
 
 
@@ -288,7 +291,6 @@ def check_config(config: Any) -> None:
                 f"config.{name} is not a known field{of_model}; the nearest one is "
                 f"config.{nearest(name, fields)}."
             )
-        value = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
         if not fields[name].allows(value):
             shown = one_line(repr(value))
             message = f"config.{name} is {shown}, expected {fields[name].expectation()}"

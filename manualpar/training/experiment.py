@@ -239,7 +239,8 @@ def _optimizer_named(config: ml_collections.ConfigDict) -> Iterator[None]:
         if not str(error).startswith("tx: "):
             raise
         raise ValueError(
-            f"config.optimizer.name is {config.optimizer.name!r}: {str(error).removeprefix('tx: ')}"
+            f"config.optimizer.name is {config.optimizer.name!r}: "
+            f"{str(error).removeprefix('tx: ')} In a config, choose another optimizer."
         ) from error
 
 
