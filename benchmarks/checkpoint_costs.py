@@ -217,6 +217,7 @@ def _run_process(
         *(sys.executable, "-m", "experiments.fsdp", f"--config={config.absolute()}"),
         # The first step is also the last, because the last step is reported at once.
         f"--config.training.num_steps={num_steps}",
+        "--config.optimizer.warmup_steps=0",
         "--config.training.eval_every_steps=0",
         f"--workdir={workdir}",
         *([] if devices is None else [f"--devices={devices}"]),

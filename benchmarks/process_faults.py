@@ -42,6 +42,7 @@ CONFIG = (
     "--config.model.dtype=float32",
     "--config.data.batch_size=32",
     "--config.optimizer.num_minibatches=1",
+    "--config.optimizer.warmup_steps=0",
     "--config.training.log_every_steps=5",
     "--config.training.eval_every_steps=5",
     "--config.training.eval_batches=2",

@@ -8,10 +8,12 @@ Then the error for a missing package is a sentence that says how to install the 
 """
 
 import argparse
+import difflib
 import importlib.util
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +47,16 @@ def describe_mistake(error: Exception) -> str:
 
 def _is_inside(path: str, *folders: Path) -> bool:
     return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Finds the name in `known` that is most like `name`, as a whole or in its last dotted part."""
+
+    def likeness(candidate: str) -> float:
+        pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
+        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    return max(sorted(known), key=likeness)
 
 
 class OneSentenceParser(argparse.ArgumentParser):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from manualpar import make_mesh
-from manualpar.errors import describe_mistake
+from manualpar.errors import describe_mistake, nearest
+from manualpar.training.config import FIELDS
 
 
 def of(function):
@@ -40,3 +41,18 @@ def test_so_is_the_line_that_a_library_was_called_from():
 def test_what_the_package_refuses_needs_no_line():
     sentence = of(lambda: make_mesh({"data": 0}))
     assert __file__ not in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("optimizer.learning_rat", "optimizer.learning_rate"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("optimiser.warmup", "optimizer.warmup_steps"),
+        ("model.batch_size", "data.batch_size"),
+        ("parallel.weight_decay", "optimizer.weight_decay"),
+        ("sed", "seed"),
+    ],
+)
+def test_the_nearest_name_is_found_by_its_last_part_too(name, expected):
+    assert nearest(name, FIELDS) == expected

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import ml_collections
 
 from manualpar.commands.command_line import CommandLine
 from manualpar.data import train_batch
@@ -71,7 +70,6 @@ def experiment_facts(experiment: Experiment) -> Facts:
 
 
 def _show(value: Any) -> str:
-    value = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
     return json.dumps(value, sort_keys=True, default=str)
 
 

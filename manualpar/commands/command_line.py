@@ -29,11 +29,12 @@ from manualpar.commands.results import users_mistakes
 from manualpar.errors import (
     USAGE_EXIT_CODE,
     UsageError,
+    nearest,
     print_error,
 )
 from manualpar.system.storage import AnyPath, BucketPath, as_path
 from manualpar.training.checkpoints.compatibility import REMOVED
-from manualpar.training.config import FIELDS, MODEL_FIELDS, flatten_config, load_config, nearest
+from manualpar.training.config import FIELDS, MODEL_FIELDS, flatten_config, load_config
 from manualpar.training.config_files import find_config
 from manualpar.training.imported_model import fill_from_hf
 
@@ -53,6 +54,11 @@ EXPECTED: Mapping[type, str] = {
     bool: "true or false",
     tuple: "a tuple of pairs such as (('embed', None), ('mlp', 'data'))",
     ml_collections.ConfigDict: "a dict such as {'data': -1}",
+}
+EXAMPLES: Mapping[str, str] = {
+    "parallel.mesh": """--config.parallel.mesh="{'replica': 2, 'data': -1}\"""",
+    "optimizer.arguments": """--config.optimizer.arguments="{'nesterov': True}\"""",
+    "schedule.arguments": """--config.schedule.arguments="{'alpha': 0.1}\"""",
 }
 
 
@@ -320,21 +326,17 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
     """Refuses an argument `--config.<field>` if the config has no such field."""
     values = flatten_config(config)
     groups = {name.rsplit(".", depth)[0] for name in values for depth in range(name.count(".") + 1)}
-    mesh = values.get("parallel.mesh")
-    axes = mesh if isinstance(mesh, ml_collections.ConfigDict) else ()
-    mesh_sizes = {f"parallel.mesh.{axis}" for axis in axes}
+    dicts = {name: value for name, value in values.items() if isinstance(value, dict)}
+    entries = {f"{name}.{key}" for name, entry in dicts.items() for key in entry}
     for argument in filter(OVERRIDE.match, overrides):
         field = argument.split("=")[0].split(".", 1)[1]
         if field in REMOVED and field not in values:
             raise UsageError(f"{argument}: {field} was removed: {REMOVED[field][1]}; leave it out.")
-        if field not in groups | mesh_sizes:
-            near = nearest(field, values.keys() | mesh_sizes)
+        if field not in groups | entries:
+            near = nearest(field, values.keys() | entries)
             mend = ""
-            if field.startswith("parallel.mesh."):
-                mend = (
-                    "; to change the axes, set the complete mesh, as in "
-                    """--config.parallel.mesh="{'replica': 2, 'data': -1}\""""
-                )
+            if (name := field.rpartition(".")[0]) in dicts:
+                mend = f"; to change the entries, set the complete dict, as in {EXAMPLES[name]}"
             raise UsageError(
                 f"{argument}: the config has no field {field!r}; the nearest one is "
                 f"--config.{near}{mend}."

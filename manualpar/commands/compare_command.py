@@ -31,7 +31,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
 from manualpar.core.state.train_state import Batch
 from manualpar.data import train_batch
-from manualpar.errors import require
+from manualpar.errors import nearest, require
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
@@ -48,7 +48,7 @@ from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
 from manualpar.strategies.fields import fields_of_manual_mode
 from manualpar.system.reports.tables import print_line
-from manualpar.training.config import FIELDS, nearest
+from manualpar.training.config import FIELDS
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.memory_check import check_fits

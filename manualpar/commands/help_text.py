@@ -4,8 +4,6 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-import ml_collections
-
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.strategies.shared_options import PARAMETER_SHARDING
 from manualpar.training.config import fields_of, flatten_config, load_config
@@ -21,15 +19,15 @@ def help_text(description: str, default_config: Path, flags: Mapping[str, str]) 
     """
     config = load_config(default_config)
     fields = fields_of(config)
-    meanings = {x.field: x.meaning for x in PARAMETER_SHARDING.values()}
+    meanings = {name: field.meaning for name, field in fields.items() if field.meaning}
+    meanings |= {x.field: x.meaning for x in PARAMETER_SHARDING.values()}
     meanings |= {x.field: x.meaning for x in PROGRAM_OPTIONS.values()}
     lines = [f"{description.strip()}\n\nFlags:"]
     lines += [f"  --{name.replace('_', '-'):20s}  {text}" for name, text in flags.items()]
     lines.append(f"\nFields of {default_config.name}, each a flag --<field>=<value>:")
     for name, value in flatten_config(config).items():
         expected = f"  ({fields[name].expectation()})" if name in fields else ""
-        shown = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
-        lines.append(f"  {name:31s}  {shown or repr(shown)}{expected}")
+        lines.append(f"  {name:31s}  {value or repr(value)}{expected}")
         if name in meanings:
             lines.append(textwrap.indent(textwrap.fill(meanings[name], 90), " " * 6))
     return "\n".join(lines)

@@ -4,7 +4,6 @@
 needs only the packages that it uses.
 """
 
-import difflib
 import importlib
 import importlib.metadata
 import sys
@@ -16,6 +15,7 @@ from manualpar.errors import (
     USAGE_EXIT_CODE,
     MissingExtraError,
     UsageError,
+    nearest,
     print_error,
     require,
 )
@@ -123,7 +123,7 @@ def _command(name: str) -> Command:
     """Returns the subcommand of this name; names the nearest one if there is none."""
     if name in COMMANDS:
         return COMMANDS[name]
-    near = difflib.get_close_matches(name, COMMANDS, 1, cutoff=0.0)[0]
     raise UsageError(
-        f"{name!r} is not a command; the nearest one is {near!r}, and `manualpar --help` lists all."
+        f"{name!r} is not a command; the nearest one is {nearest(name, COMMANDS)!r}, and "
+        "`manualpar --help` lists all."
     )

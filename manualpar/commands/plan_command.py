@@ -16,7 +16,7 @@ import rich.console
 
 from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Flag, Syntax, run_absl
 from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
-from manualpar.errors import UsageError, require
+from manualpar.errors import UsageError, nearest, require
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import check_closed_form
 from manualpar.planner.closed_form.layout_config import layout_flags, trace_layout
@@ -43,7 +43,7 @@ from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.planner.vocabulary import planned_task, prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports.tables import print_line
-from manualpar.training.config import flatten_config, nearest
+from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
 
@@ -58,6 +58,8 @@ COMPILERS = ("auto", "tpu", "none")
 Curves = Mapping[str, Sequence[tuple[int, StepEstimate]]]
 # Config field -> the value that the closed form of layouts assumes. A field may also be "".
 CLOSED_FORM: Mapping[str, Any] = {
+    "optimizer.name": "adamw",
+    "optimizer.arguments": {},
     "optimizer.trainable": (),
     "optimizer.ema_decay": 0.0,
     "parallel.param_dtype": "float32",

@@ -23,6 +23,8 @@ class Field:
         a mesh axis, a tuple of axes, `None`.
       default: The value for a config without the field, which keeps the behaviour from before the
         field existed. `None` if every config must set the field.
+      expected: The allowed values in words, if the other attributes do not say them.
+      meaning: What the field sets, for `--help`.
     """
 
     kind: type
@@ -31,20 +33,24 @@ class Field:
     choices: tuple[str, ...] = ()
     holds_names: bool = False
     default: Any = None
+    expected: str = ""
+    meaning: str = ""
 
     def expectation(self) -> str:
         """Describes the allowed values in words."""
+        if self.expected:
+            return self.expected
         if self.choices:
             return "one of " + ", ".join(map(repr, self.choices))
-        if self.kind is dict:
-            return "a dict of axis sizes such as {'data': -1}"
         if self.holds_names:
             return "a tuple of names such as ('head',)"
         if self.kind is tuple:
             return "a tuple of pairs such as (('embed', None), ('mlp', 'data'))"
         if self.kind is bool:
             return "True or False"
-        noun = {int: "an integer", float: "a finite number", str: "a string"}[self.kind]
+        noun = {int: "an integer", float: "a finite number", str: "a string", dict: "a dict"}[
+            self.kind
+        ]
         limits = [] if self.minimum is None else [f"at least {self.minimum}"]
         limits += [] if self.below is None else [f"less than {self.below}"]
         return ", ".join([noun, *filter(None, [" and ".join(limits)])])

@@ -8,11 +8,10 @@ out a field with a default; `complete_config` fills in the default. If a config 
 only other strategies use, the field is checked but not used.
 """
 
-import difflib
 import importlib.util
 import re
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from manualpar.core.mesh.mesh_order import check_order
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES
-from manualpar.errors import UsageError
+from manualpar.errors import UsageError, nearest
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS
 from manualpar.layers.field_groups import LARGEST_FLOAT, MOST_WRITTEN_OUT, config_fields
 from manualpar.layers.pipeline.stages import KEEPS, SCHEDULES
@@ -32,10 +31,66 @@ from manualpar.models.transformer import DTYPES, Transformer
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.strategies.fields import fields_of_options
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
+from manualpar.training.optimizer import check_optimizer
 
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
 LONGEST_SECONDS = 1e6  # Every clock and timer accepts this duration.
-
+_IF_IT_HAS = "The argument {} of an optimizer that has it, unless optimizer.arguments has it."
+# What `manualpar.training.optimizer` reads.
+OPTIMIZER_FIELDS: Mapping[str, Field] = {
+    "optimizer.name": Field(
+        str,
+        default="adamw",
+        expected="the name of an optimizer",
+        meaning="An optimizer of optax or optax.contrib, such as lion, muon or sgd.",
+    ),
+    "optimizer.arguments": Field(
+        dict,
+        default={},
+        expected="a dict such as {'nesterov': True}",
+        meaning="Arguments of the optimizer that have no field; optax has the list.",
+    ),
+    "optimizer.learning_rate": Field(
+        float, 0, below=LARGEST_FLOAT, meaning="The learning rate at the end of the warm-up."
+    ),
+    "optimizer.warmup_steps": Field(
+        int,
+        0,
+        below=2**31,
+        meaning="The steps in which the learning rate rises, at most as many as the run has.",
+    ),
+    "optimizer.weight_decay": Field(
+        float,
+        0,
+        below=LARGEST_FLOAT,
+        meaning="The argument weight_decay; must be 0 if the optimizer has none.",
+    ),
+    "optimizer.decay_mask": Field(
+        tuple,
+        holds_names=True,
+        default=(),
+        expected="a tuple of globs such as ('*kernel', '!*embedding*')",
+        meaning="The parameters to decay, by globs on their paths; ! spares parameters. By default "
+        "all but biases, scales and arrays of fewer than two dims.",
+    ),
+    "optimizer.b1": Field(float, 0, below=1, meaning=_IF_IT_HAS.format("b1")),
+    "optimizer.b2": Field(float, 0, below=1, meaning=_IF_IT_HAS.format("b2")),
+    "optimizer.clip_norm": Field(
+        float, 0, below=LARGEST_FLOAT, meaning="The largest norm of the gradient; 0 for no limit."
+    ),
+    "schedule.name": Field(
+        str,
+        default="cosine_decay_schedule",
+        expected="the name of a schedule",
+        meaning="A schedule of optax for the steps after the warm-up, such as constant_schedule.",
+    ),
+    "schedule.arguments": Field(
+        dict,
+        default={},
+        expected="a dict such as {'alpha': 0.1}",
+        meaning="Arguments of the schedule. Its length is by default the rest of the run.",
+    ),
+}
 
 FIELDS: Mapping[str, Field] = {
     "seed": Field(int, 0, below=2**32),
@@ -47,15 +102,10 @@ FIELDS: Mapping[str, Field] = {
     "model.lora": Field(tuple, holds_names=True, default=()),
     "model.int8": Field(tuple, holds_names=True, default=()),
     "model.lora_alpha": Field(float, 0, below=LARGEST_FLOAT, default=16.0),
-    "optimizer.learning_rate": Field(float, 0, below=LARGEST_FLOAT),
-    "optimizer.warmup_steps": Field(int, 0, below=2**31),
-    "optimizer.weight_decay": Field(float, 0, below=LARGEST_FLOAT),
-    "optimizer.b1": Field(float, 0, below=1),
-    "optimizer.b2": Field(float, 0, below=1),
-    "optimizer.clip_norm": Field(float, 0, below=LARGEST_FLOAT),
+    **OPTIMIZER_FIELDS,
     "optimizer.ema_decay": Field(float, 0, below=1, default=0.0),
     "parallel.strategy": Field(str),  # One of `strategy_kinds()`, see `fields_of`.
-    "parallel.mesh": Field(dict),
+    "parallel.mesh": Field(dict, expected="a dict of axis sizes such as {'data': -1}"),
     "parallel.mesh_order": Field(tuple, holds_names=True),
     "parallel.overlap": Field(str, choices=OVERLAPS),
     "training.num_steps": Field(int, 1, below=2**31),
@@ -116,7 +166,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
     },
 }
 # Fields whose value is a dict. Any other dict is a group of fields.
-DICT_FIELDS = frozenset({"parallel.mesh"})
+DICT_FIELDS = frozenset(name for name, field in FIELDS.items() if field.kind is dict)
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
@@ -200,23 +250,16 @@ def one_line(value: object) -> str:
     return re.sub(r"\s*\n\s*", " ", str(value))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Finds the name in `known` that is most like `name`, as a whole or in its last dotted part."""
-
-    def likeness(candidate: str) -> float:
-        pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
-        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
-
-    return max(sorted(known), key=likeness)
-
-
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the value of each field by its dotted name; fields of `DICT_FIELDS` stay dicts."""
+    """Returns the value of each field by its dotted name; a field of `DICT_FIELDS` is a dict."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        inner = isinstance(value, Mapping | ml_collections.ConfigDict) and name not in DICT_FIELDS
-        flat |= flatten_config(value, f"{name}.") if inner else {name: value}
+        is_dict = isinstance(value, Mapping | ml_collections.ConfigDict)
+        if is_dict and name not in DICT_FIELDS:
+            flat |= flatten_config(value, f"{name}.")
+        else:
+            flat[name] = ml_collections.ConfigDict(value).to_dict() if is_dict else value
     return flat
 
 
@@ -249,7 +292,6 @@ def check_config(config: Any) -> None:
                 f"config.{name} is not a known field{of_model}; the nearest one is "
                 f"config.{nearest(name, fields)}."
             )
-        value = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
         if not fields[name].allows(value):
             shown = one_line(repr(value))
             message = f"config.{name} is {shown}, expected {fields[name].expectation()}"
@@ -272,6 +314,7 @@ def check_config(config: Any) -> None:
                 "devices, or -1 for the rest."
             )
     check_order("config.parallel.mesh_order", config.parallel.mesh, config.parallel.mesh_order)
+    check_optimizer(complete_config(config))
 
 
 def _check_written_out(config: ml_collections.ConfigDict) -> None:

@@ -9,8 +9,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from manualpar.errors import UsageError
-from manualpar.training.config import nearest
+from manualpar.errors import UsageError, nearest
 
 PACKAGE = Path(__file__).parents[1]
 

@@ -1,8 +1,9 @@
 """Builds the program that a config describes."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +18,18 @@ from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.program.parameter_average import params_ema
 from manualpar.core.program.program import Program
 from manualpar.data import abstract_batch
+from manualpar.errors import nearest
 from manualpar.inspect.state_layout import ALL
 from manualpar.layers.pipeline import Pipeline
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
 from manualpar.strategies import strategy_kinds
 from manualpar.strategies.fields import fields_of_manual_mode, values_of_options
-from manualpar.training.config import check_config, complete_config, flatten_config, nearest
+from manualpar.training.config import check_config, complete_config, flatten_config
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.model_flops import flops_of_example
 from manualpar.training.monitoring.profiling import parse_profile
-from manualpar.training.optimizer import adamw, warmup_cosine_schedule
+from manualpar.training.optimizer import check_decay_mask, make_optimizer, make_schedule
 from manualpar.training.task import (
     CONTEXT_AXIS,
     EXPERT_AXIS,
@@ -87,11 +89,7 @@ def prepare(
     config = complete_config(config)
     parse_profile(config.profile)
     task = task or make_task(config)
-    schedule = warmup_cosine_schedule(
-        config.optimizer.learning_rate,
-        warmup_steps=config.optimizer.warmup_steps,
-        num_steps=config.training.num_steps,
-    )
+    schedule = make_schedule(config)
     program, chosen = _build(config, task, schedule, devices)
     if not isinstance(program, Program):
         raise TypeError(
@@ -106,6 +104,7 @@ def prepare(
             "steps after the last outer step would be lost."
         )
     paths = [info.path for info, _ in program.parameters]
+    check_decay_mask(config.optimizer.decay_mask, paths)
     wanted = config.debug.draw_sharding
     if wanted not in ("", ALL, *paths):
         raise ValueError(
@@ -194,13 +193,7 @@ def _build(
             f"the {devices} devices along {along or repr('data')} times "
             f"config.optimizer.num_minibatches={optimizer.num_minibatches}."
         )
-    tx = adamw(
-        schedule,
-        weight_decay=optimizer.weight_decay,
-        b1=optimizer.b1,
-        b2=optimizer.b2,
-        clip_norm=optimizer.clip_norm,
-    )
+    tx = make_optimizer(config, schedule)
     if optimizer.ema_decay and not kind.is_exact:
         raise ValueError(
             f"config.optimizer.ema_decay is {optimizer.ema_decay} and config.parallel.strategy is "
@@ -230,9 +223,25 @@ def _build(
         shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
     strategy_fields = {name: parallel[name] for name in kind.fields if name in parallel}
     model = fine_tuned(task.model, config.model)
-    return kind.builder(
-        model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
-    ), chosen
+    with _optimizer_named(config):
+        program = kind.builder(
+            model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
+        )
+    return program, chosen
+
+
+@contextlib.contextmanager
+def _optimizer_named(config: ml_collections.ConfigDict) -> Iterator[None]:
+    """Names the config's field if a builder refuses the optimizer."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith("tx: "):
+            raise
+        raise ValueError(
+            f"config.optimizer.name is {config.optimizer.name!r}: "
+            f"{str(error).removeprefix('tx: ')} In a config, choose another optimizer."
+        ) from error
 
 
 def _check_left_to_xla(values: Mapping[str, Any]) -> None:

@@ -197,6 +197,8 @@ def prepare_saved(
     )
     if config.model.get("from_hf"):
         config.model.from_hf = ""  # The saved fields are complete. The directory may be missing.
+    # Nothing is trained, so a warm-up longer than the run does no harm. Older runs had such.
+    config.optimizer.warmup_steps = 0
     config.optimizer.num_minibatches = 1
     config.data.batch_size = jax.device_count()
     if "sample" in config:

@@ -24,6 +24,7 @@ from manualpar.training import experiment as training
 SMALL = (
     "--config.model.hidden_size=16",
     "--config.model.num_layers=1",
+    "--config.optimizer.warmup_steps=0",
     "--config.training.num_steps=3",
     "--config.compare.repetitions=2",
 )

@@ -34,7 +34,11 @@ def train(folder, *more):
     text.write_text("".join(f"the {number} of {number * 7}\n" for number in range(400)))
     flags = [f"--config.model.{name}={value}" for name, value in MODEL.items()]
     flags += [f"--config.training.{name}=4" for name in ("num_steps", "eval_every_steps")]
-    flags += ["--config.checkpoint.every_steps=4", "--config.sample.num_tokens=0"]
+    flags += [
+        "--config.checkpoint.every_steps=4",
+        "--config.sample.num_tokens=0",
+        "--config.optimizer.warmup_steps=0",
+    ]
     flags += [f"--config.data.path={text}", "--config.data.sequence_length=32"]
     flags += ["--config.data.batch_size=8", f"--workdir={folder / 'run'}", *more]
     command = parse_command_line(["fsdp", f"--config={CONFIG}", *flags], default_config=CONFIG)

@@ -22,7 +22,11 @@ from tests.paths import ROOT
 from tests.training.broken_replicas import break_leaf
 from tests.training.monitoring.written import read_events, read_metrics
 
-SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
+SMALL = (
+    "--config.model.hidden_size=16",
+    "--config.model.num_layers=1",
+    "--config.optimizer.warmup_steps=0",
+)
 FEW_STEPS = (
     *SMALL,
     "--config.optimizer.num_minibatches=1",

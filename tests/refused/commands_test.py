@@ -56,7 +56,7 @@ REFUSED = [
         (["--config.parallel.mesh.replica=2"], "one is --config.parallel.mesh.data; to change"),
         (
             ["--config.parallel.mesh.replica=2"],
-            """complete mesh, as in --config.parallel.mesh="{'replica': 2, 'data': -1}".""",
+            """complete dict, as in --config.parallel.mesh="{'replica': 2, 'data': -1}".""",
         ),
         (["--config.nonsense=1"], "has no field 'nonsense'; the nearest one is --config.seed."),
         (["--config.optimizer.learning_rat=1"], "nearest one is --config.optimizer.learning_rate."),

@@ -99,6 +99,44 @@ WRONG = (
     ("data.prefetch", 10**9, "is 1000000000, expected an integer, at least 1 and less than"),
     ("training.num_steps", 2**31, "expected an integer, at least 1 and less than 2147483648."),
     ("optimizer.learning_rate", 1e39, "is 1e+39, expected a finite number, at least 0 and less"),
+    (
+        "optimizer.name",
+        "lyon",
+        "config.optimizer.name is 'lyon', expected an optimizer of optax or",
+    ),
+    ("optimizer.name", "lyon", "the nearest one is 'lion'."),
+    ("optimizer.name", "lookahead", "argument learning_rate and needs no other optimizer or func"),
+    ("optimizer.name", "schedule_free", "config.optimizer.name is 'schedule_free', expected an"),
+    ("optimizer.name", "schedule_free_adamw", "evaluates an average of the parameters that it tr"),
+    ("optimizer.name", "scale_by_rprop", "the nearest one is 'rprop'."),
+    ("optimizer.name", "adam", "weight_decay is 0.1, expected 0.0, because optax.adam has no arg"),
+    ("optimizer.name", "adafactor", "its own weight_decay_rate belongs in config.optimizer.argume"),
+    ("optimizer.name", "prodigy", "config.optimizer.decay_mask is () and config.optimizer.weight"),
+    ("optimizer.name", "prodigy", """set --config.optimizer.decay_mask="('*',)"."""),
+    ("optimizer.arguments", 3, "arguments is 3, expected a dict such as {'nesterov': True}."),
+    ("optimizer.arguments", {"nestrov": True}, "has 'nestrov', which optax.adamw does not have, "),
+    ("optimizer.arguments", {"nestrov": True}, "expected 'b1', 'b2', 'eps', 'eps_root', 'mu_dty"),
+    ("optimizer.arguments", {"nestrov": True}, "; the nearest one is 'nesterov'."),
+    ("optimizer.arguments", {"nesterov": 1}, "nesterov=1, expected True or False, as optax.ada"),
+    ("optimizer.arguments", {"eps": "1e-8"}, "has eps='1e-8', expected a finite number, as opt"),
+    ("optimizer.arguments", {"eps": True}, "has eps=True, expected a finite number"),
+    ("optimizer.arguments", {"eps": float("nan")}, "has eps=nan, expected a finite number"),
+    ("optimizer.arguments", {"b1": None}, "has b1=None, expected a finite number, as optax.adamw"),
+    ("optimizer.arguments", {"mu_dtype": "int8"}, "the name of a floating-point dtype such as 'b"),
+    ("optimizer.arguments", {"mu_dtype": "half-ish"}, "dtype such as 'bfloat16' or None, as opt"),
+    ("optimizer.arguments", {"weight_decay": 0.1}, "which config.optimizer.weight_decay sets; se"),
+    ("optimizer.arguments", {"learning_rate": 1.0}, "which config.optimizer.learning_rate sets"),
+    ("optimizer.arguments", {"mask": True}, "has 'mask', which config.optimizer.decay_mask sets;"),
+    ("optimizer.decay_mask", "*", "config.optimizer.decay_mask is '*', expected a tuple of globs"),
+    ("optimizer.warmup_steps", 1001, "and config.training.num_steps is 1000, expected at most as"),
+    ("optimizer.warmup_steps", 1001, "the warm-up would be longer than the run; set --config.opti"),
+    ("schedule.name", "linear", "config.schedule.name is 'linear', expected a schedule of optax,"),
+    ("schedule.name", "linear", "; the nearest one is 'linear_schedule'."),
+    ("schedule.name", "sgdr_schedule", "config.schedule.name is 'sgdr_schedule', expected a sch"),
+    ("schedule.name", "linear_schedule", "has no 'end_value', which optax.linear_schedule needs,"),
+    ("schedule.name", "cosine_onecycle_schedule", "begins with a rise of its own; set --config.o"),
+    ("schedule.arguments", {"init_value": 1.0}, "which config.optimizer.learning_rate sets; set"),
+    ("schedule.arguments", {"decay_steps": 9.0}, "has decay_steps=9.0, expected an integer"),
     ("watch.stall_seconds", 1e300, "is 1e+300, expected a finite number, at least 0 and less"),
     ("model.num_layers", 10**6, "config.model.num_layers is 1000000, expected at most 1000: ea"),
     ("optimizer.num_minibatches", 1001, "num_minibatches is 1001, expected at most 1000: each"),
@@ -111,6 +149,19 @@ WRONG = (
         "num_step is not a known field of a config with model.name='classifier'; the nearest "
         "one is config.training.num_steps.",
     ),
+)
+# An optimizer without weight decay, other changes, and words of the message.
+OPTIMIZERS = (
+    ("sm3", {}, "because the learning rate of optax.sm3 must be a number; set --config.schedule"),
+    ("rprop", {"schedule.name": "constant_schedule"}, "config.optimizer.warmup_steps is 50, exp"),
+    ("dpsgd", {}, "has no 'l2_norm_clip', which optax.contrib.dpsgd needs, expected a finite num"),
+    ("lbfgs", {"optimizer.arguments": {"linesearch": 1}}, "which is a function or an object in"),
+    ("lbfgs", {"optimizer.arguments": {"memory_size": 1.5}}, "memory_size=1.5, expected an integ"),
+    ("muon", {"optimizer.arguments": {"preconditioning": "x"}}, "expected one of 'frobenius', "),
+    ("muon", {"optimizer.arguments": {"muon_weight_dimension_numbers": 1}}, "which is a function"),
+    ("prodigy", {"optimizer.arguments": {"betas": 0.9}}, "expected a tuple such as (0.9, 0.999)"),
+    ("prodigy", {"optimizer.arguments": {"betas": (0.9, "x")}}, "betas=(0.9, 'x'), expected a tu"),
+    ("sgd", {"optimizer.arguments": {"b1": 0.9}}, "'b1', which optax.sgd does not have, expecte"),
 )
 
 
@@ -204,8 +255,22 @@ REFUSED = [
         *((name, f"config.{name} was removed: it .*; delete the field") for name in REMOVED),
     ),
     *rows(
+        "an optimizer",
+        check,
+        *literally(
+            *(
+                ({"optimizer.weight_decay": 0.0, "optimizer.name": name} | changes, words)
+                for name, changes, words in OPTIMIZERS
+            )
+        ),
+    ),
+    *rows(
         "layers",
         check_language_model,
+        (
+            {"model.scan_layers": True, "optimizer.name": "muon"},
+            "config.model.scan_layers is True, expected False, because the optimizer treats each",
+        ),
         ({"model.num_layers": 10**6}, r"by itself; or set config\.model\.scan_layers=True"),
         *(
             (
@@ -261,6 +326,22 @@ REFUSED = [
                 {"debug.draw_sharding": "input_dens/kernel"},
                 "config.debug.draw_sharding is 'input_dens/kernel', expected the path of a "
                 "parameter, 'all' or '' for none; the nearest one is 'input_dense/kernel'.",
+            ),
+            (
+                {"optimizer.decay_mask": ("*kernel", "!*embedding*")},
+                "config.optimizer.decay_mask has '!*embedding*', which matches no parameter, "
+                "expected globs on the parameters' paths",
+            ),
+            (
+                {"optimizer.name": "sophia"},
+                "config.optimizer.name is 'sophia': its update raises ValueError (obj_fn must be",
+            ),
+            (
+                {
+                    "schedule.name": "warmup_cosine_decay_schedule",
+                    "schedule.arguments": {"init_value": 0.0, "decay_steps": 3},
+                },
+                "expected arguments that optax.warmup_cosine_decay_schedule accepts; it raises Val",
             ),
             (
                 {"checkpoint.best_metric": "acuracy", "training.eval_every_steps": 5},

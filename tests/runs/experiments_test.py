@@ -12,7 +12,11 @@ import pytest
 from tests.paths import ROOT
 from tests.training.monitoring.written import read_events, read_metrics
 
-SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
+SMALL = (
+    "--config.model.hidden_size=16",
+    "--config.model.num_layers=1",
+    "--config.optimizer.warmup_steps=0",
+)
 ENDLESS = (*SMALL, "--config.training.num_steps=1000000", "--config.training.log_every_steps=5")
 
 

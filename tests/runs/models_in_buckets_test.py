@@ -34,6 +34,7 @@ server = pytest.mark.slow
 FIELDS = {
     "data.sequence_length": 16,
     "sample.num_tokens": 0,
+    "optimizer.warmup_steps": 0,
     "training.num_steps": 2,
     "training.eval_every_steps": 0,
     "checkpoint.every_steps": 2,

@@ -132,7 +132,7 @@ def test_a_finished_run_given_again_only_repeats_its_test(tmp_path, capsys, undi
 
 @pytest.mark.slow
 def test_a_run_that_was_to_end_later_goes_on_past_its_end(tmp_path, capsys, undisturbed):
-    """While the learning rate still warms up, it does not depend on where the training ends."""
+    """The learning rate is constant, so it does not depend on where the training ends."""
     workdir = tmp_path / "run"
     shutil.copytree(undisturbed, workdir)
     assert run_here(workdir, "--config.training.num_steps=47") == 0

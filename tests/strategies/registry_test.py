@@ -36,7 +36,11 @@ def get_config():
         {more}
     return config
 """
-SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
+SMALL = (
+    "--config.model.hidden_size=16",
+    "--config.model.num_layers=1",
+    "--config.optimizer.warmup_steps=0",
+)
 
 FSDP = strategy_kinds()["fsdp"]
 

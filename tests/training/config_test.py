@@ -13,7 +13,6 @@ from manualpar.training.config import (
     field_defaults,
     fields_of,
     flatten_config,
-    nearest,
 )
 
 
@@ -88,19 +87,4 @@ def test_flattening_stops_at_fields():
     flat = flatten_config(fsdp.get_config())
     assert flat.keys() >= set(_required(fields_of(fsdp.get_config())))
     assert flat.keys() <= fields_of(fsdp.get_config()).keys()
-    assert flat["parallel.mesh"].to_dict() == {"data": -1}
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("optimizer.learning_rat", "optimizer.learning_rate"),
-        ("learning_rate", "optimizer.learning_rate"),
-        ("optimiser.warmup", "optimizer.warmup_steps"),
-        ("model.batch_size", "data.batch_size"),
-        ("parallel.weight_decay", "optimizer.weight_decay"),
-        ("sed", "seed"),
-    ],
-)
-def test_the_nearest_name_is_found_by_its_last_part_too(name, expected):
-    assert nearest(name, FIELDS) == expected
+    assert flat["parallel.mesh"] == {"data": -1}

@@ -100,7 +100,7 @@ class BlockQuantizer:
         shard = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
         # A shard consists of `lead` runs of adjacent numbers. If quantizing run by run takes no
         # more bytes than quantizing the shard as one row, the runs stay in place, and only their
-        # codes are reordered by shards. Otherwise the numbers are reordered, which copies the array.
+        # codes are reordered by shards. Otherwise the numbers are reordered, and so copied.
         lead, run = math.prod(shard[:dim]), math.prod(shard[dim:])
         rows = x.reshape(lead, size, run)
         is_in_place = lead > 1 and lead * self.row_bytes(run) == self.row_bytes(lead * run)

@@ -53,8 +53,7 @@ def layout_flags(config: ml_collections.ConfigDict, layout: Layout) -> list[str]
     values = flatten_config(config)
     flags = []
     for name, value in layout_fields(layout).items():
-        is_mesh = isinstance(value, Mapping)
-        if (values[name].to_dict() if is_mesh else values[name]) != value:
+        if values[name] != value:
             flags.append(f"--config.{name}={value}")
     return flags
 

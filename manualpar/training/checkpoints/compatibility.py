@@ -11,7 +11,7 @@ from typing import Any
 
 # Fields that must not change. An entry that ends in a dot means all fields that begin with it,
 # except the fields in FREE.
-FIXED = ("model.", "data.", "seed", "parallel.param_dtype")
+FIXED = ("model.", "data.", "seed", "parallel.param_dtype", "optimizer.name")
 FREE = (
     *("data.batch_size", "data.prefetch", "data.cache", "model.attention", "model.remat"),
     "model.from_hf",  # The files in this directory are read only when a run begins.
