@@ -3,20 +3,20 @@
 python -m benchmarks.mutations [--jobs 1] [--only NAME] [--list] [--timeout S] [--output FILE.md]
                                [--results FOLDER] [--shard I/N]
 
-`mutation_sites` finds the calls, and `mutation_operators` mutates them. Each mutant is applied to a
-snapshot of the working tree, which is taken when the command begins. In this snapshot `TESTS` run
-in one process until the first failure. A mutant is killed if a test fails (also if JAX refuses to
-trace a program), or if the tests take longer than the timeout. Mutants that are equivalent to the
-original are not run; `EQUIVALENT` lists them with reasons. Slow tests run only for mutants that
-survive the other tests. The tests also run without a mutation: the fast tests before the first
-mutant, and the slow tests before the first survivor. They must pass, and they fill a cache of
-compiled programs. (The cache's key is everything that the compiler sees, so a mutant shares only
-the programs that it does not change.)
+`mutation_sites` finds the communicating calls, and `mutation_operators` mutates them. When the
+command begins, it copies the working tree. Each mutant is applied to another copy of this snapshot,
+in which `TESTS` run in one process until the first failure. A mutant is killed if a test fails
+(also if JAX refuses to trace a program), or if the tests take longer than the timeout. Mutants that
+are equivalent to the original are not run; `EQUIVALENT` lists them with reasons. Slow tests run
+only for mutants that survive the fast tests. The tests also run without a mutation: the fast tests
+before the first mutant, and the slow tests before the first survivor. These tests must pass, and
+they fill a cache of compiled programs. (The cache's key is everything that the compiler sees, so a
+mutant reads from it only programs that the mutation does not change.)
 
-Running all mutants takes hours. With `--results` every outcome is appended to a file in that
-folder, and a later command goes on from there if the package and the tests have not changed. With
-`--shard` a command runs every N-th mutant, so that several commands can share the work and a
-results folder.
+Running all mutants takes hours. `--results` names a folder in which every outcome is appended to a
+file. A later command with the same folder goes on from there, if the package and the tests have not
+changed. With `--shard` a command runs every N-th mutant, so that several commands can share the
+work and a results folder.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from benchmarks.mutation_sites import Site, find_sites
 from benchmarks.mutation_tests import FIRST, TESTS
 
 ROOT = Path(__file__).parent.parent
-FAST, SLOW = "not slow", "slow"  # Marks of tests.
+FAST, SLOW = "not slow", "slow"  # Arguments of pytest's `-m`.
 NO_TESTS = 5  # Pytest's exit code if no test is selected.
 NOT_COPIED = (".*", "__pycache__", "*.egg-info")
 NOT_COPIED_FROM_ROOT = ("build", "dist", "runs")  # `tests/runs` is copied
@@ -59,7 +59,7 @@ class Outcome:
       error: The type of the test's exception: `AssertionError` if numbers, copies or counts were
         wrong, another type if the program was refused.
       seconds: The time of the tests.
-      output: The output of the tests, which files of results leave out.
+      output: The output of the tests, which is not stored with the results.
     """
 
     killed_by: str
@@ -76,7 +76,7 @@ def select_tests(mutant: Mutant | None) -> tuple[str, ...]:
 
 
 def copy_tree(target: Path) -> None:
-    """Copies the working tree, without what was built, installed or written by a run."""
+    """Copies the working tree without hidden files, caches, builds and the folder `runs`."""
 
     def ignored(folder: str, names: list[str]) -> set[str]:
         patterns = NOT_COPIED + (NOT_COPIED_FROM_ROOT if Path(folder) == ROOT else ())
@@ -88,10 +88,10 @@ def copy_tree(target: Path) -> None:
 def run_tests(
     snapshot: Path, mutant: Mutant | None, marked: str, *, cache: Path, timeout: float | None
 ) -> Outcome:
-    """Runs the fast or the slow tests in a copy of the snapshot with a mutation.
+    """Runs the tests that pytest's `-m marked` selects, in a copy of the snapshot with `mutant`.
 
     Raises:
-      RuntimeError: The tests could not run, so that the outcome is unknown.
+      RuntimeError: Pytest itself failed, so the outcome is unknown.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -135,7 +135,7 @@ def run_tests(
 
 
 def hash_sources(snapshot: Path) -> str:
-    """Hashes the package and the tests of a snapshot."""
+    """Hashes all Python files of the package and the tests in a snapshot."""
     files = [path for top in ("manualpar", "tests") for path in (snapshot / top).rglob("*.py")]
     parts = [f"{path.relative_to(snapshot)}\0{path.read_text('utf-8')}" for path in sorted(files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -150,7 +150,7 @@ def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
 
 
 def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
-    """Reads the outcomes for these sources by the name of the mutant; the original has a mark."""
+    """Reads the outcomes for these sources by mutant; `FAST` and `SLOW` name the original's."""
     outcomes = {}
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         fields = json.loads(line)
@@ -214,7 +214,7 @@ def write_section(path: Path, section: str) -> None:
 
 
 def choose(mutants: Iterable[Mutant], only: str) -> tuple[Mutant, ...]:
-    """Returns the mutants with `only` in their name that are not equivalent."""
+    """Returns the mutants that have `only` in their name and differ from the original."""
     return tuple(m for m in mutants if only in m.name and not m.equivalent)
 
 
@@ -235,15 +235,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--timeout",
         type=float,
-        help="seconds for a mutant's tests, by default four times those without a mutation",
+        help="time limit of a mutant's tests in seconds; default: 4 times their time unmutated",
     )
     parser.add_argument(
         "--output",
         type=Path,
-        help="a Markdown file to write the report to, in a section of its own",
+        help="a Markdown file; the report becomes or replaces a section of it",
     )
     parser.add_argument(
-        "--results", type=Path, help="a folder for outcomes and compiled programs, to go on from"
+        "--results", type=Path, help="a folder of outcomes and compiled programs, to go on later"
     )
     parser.add_argument(
         "--shard", type=parse_shard, default=(1, 1), metavar="I/N", help="run every N-th mutant"
@@ -255,7 +255,7 @@ class Runner:
     """Runs the tests for mutants, and stores the outcomes in a folder."""
 
     def __init__(self, snapshot: Path, results: Path, timeout: float | None) -> None:
-        """Prepares the runs; without a timeout it is four times the time without a mutation."""
+        """Prepares the runs; `None` as timeout means four times the tests' time unmutated."""
         results.mkdir(parents=True, exist_ok=True)
         self._snapshot, self._timeout = snapshot, timeout
         self._path, self._cache = results / "outcomes.jsonl", results / "compiled"
@@ -263,7 +263,7 @@ class Runner:
         self._lock = threading.Lock()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Returns the outcomes that are known, by the mutant's name."""
+        """Returns the stored outcomes, by the mutant's name."""
         return load_outcomes(self._path, self._sources)
 
     def run(self, mutant: Mutant) -> Outcome:
@@ -280,7 +280,7 @@ class Runner:
         return outcome
 
     def control(self, marked: str) -> Outcome:
-        """Returns the outcome without a mutation, which is determined only once.
+        """Returns the outcome of the tests without a mutation; runs them only the first time.
 
         Raises:
           SystemExit: A test fails.
@@ -290,7 +290,7 @@ class Runner:
                 return known[marked]
             outcome = self._run(None, marked, None)
             if outcome.killed_by:
-                sys.exit(f"{outcome.output}\nNot mutated, and yet {outcome.killed_by} fails.")
+                sys.exit(f"{outcome.output}\n{outcome.killed_by} fails without a mutation.")
             save_outcome(self._path, self._sources, marked, outcome)
             print(f"not mutated, {marked}: all pass, {outcome.seconds:.0f} s", flush=True)
             return outcome
@@ -333,7 +333,7 @@ def main() -> None:
                     verdict = f"killed by {outcome.killed_by} ({outcome.error})"
                 where = f"{mutant.site.path}:{mutant.site.line}"
                 print(f"{where} {mutant.name} {verdict} {outcome.seconds:.1f} s", flush=True)
-                if arguments.output:  # An interrupted run keeps its results.
+                if arguments.output:  # So an interrupted command has a report.
                     write_section(arguments.output, summarise())
         if arguments.output:
             write_section(arguments.output, summarise())
