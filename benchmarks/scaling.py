@@ -167,7 +167,7 @@ def measure_depths(
             for layers in depths:
                 workload = make_workload("lm-scanned" if is_scanned else "lm", is_tiny=is_tiny)
                 assert isinstance(workload.model, Transformer)
-                # `clone` leaves the scale of initial values as it is, which does not matter for counts.
+                # `clone` keeps the scale of initial values, which does not matter for counts.
                 model = workload.model.clone(num_layers=layers)
                 workload = dataclasses.replace(workload, model=model)
                 program = build(workload, "fsdp", number, mode="manual")

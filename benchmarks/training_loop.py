@@ -239,15 +239,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, nargs="+", default=CONFIGS)
     parser.add_argument(
-        "--steps", type=int, default=0, help="of a block; 0: chosen by --seconds and the time of a save"
+        "--steps", type=int, default=0, help="of a block; 0: by --seconds and the time of a save"
     )
     parser.add_argument("--seconds", type=float, default=0.7, help="length of a timed block")
     parser.add_argument("--rounds", type=int, default=7, help="of blocks")
     parser.add_argument("--processes", type=int, default=3, help="fresh and resumed ones to start")
     parser.add_argument("--devices", type=int, help="CPU devices to simulate")
-    parser.add_argument(
-        "--output", type=Path, help="Markdown file that gets a section"
-    )
+    parser.add_argument("--output", type=Path, help="Markdown file that gets a section")
     arguments = parser.parse_args(argv)
     if arguments.steps < 0 or arguments.steps == 1:
         parser.error(f"--steps is {arguments.steps}, expected at least 2, or 0.")

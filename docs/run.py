@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
                 _print_difference(f"{flags.page}:{block.line}", block.shown, printed)
         drawn = [Path(work) / Path(name).name for name in _PICTURE.findall(text)]
         for picture in (picture for picture in drawn if not picture.exists()):
-            print(f"{flags.page}: no block has written the picture $WORK/{picture.name}", file=sys.stderr)
+            print(f"{flags.page}: no block writes $WORK/{picture.name}", file=sys.stderr)
             failures += 1
         if flags.write:
             for (start, end), printed in reversed(written):
