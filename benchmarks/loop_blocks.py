@@ -1,8 +1,9 @@
 """Times blocks of training steps of a config, in the training loop or in a bare loop.
 
-A block begins with empty device queues and its first batch read, and ends when its last state is
-ready. So a block does not include the work that a loop does once in a run, and no work is left in a
-queue. Each block continues from the state of the last block, and the batches are the run's batches.
+The training loop is the loop of a run, with metrics, files and progress. The bare loop only calls
+the step. The time of a block begins when the device queues are empty and its first batch is read,
+and ends when its last state is ready. So the time does not include the work that a loop does once
+in a run, and no work is left in a queue. Each block continues from the state of the last block.
 """
 
 import collections
@@ -42,7 +43,7 @@ Show = Literal["lines", "bar"]
 
 
 class Batches(Iterator[Batch]):
-    """The batches of a block; the first is read in advance. Records when the first is taken."""
+    """The batches of a block. It reads the first in advance, and records when the loop takes it."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         """Reads the first batch."""
@@ -65,9 +66,10 @@ class Times(NamedTuple):
     """The times of a block of the training loop.
 
     Attributes:
-      seconds: The seconds until the last state is ready and all saved files are on disk.
+      seconds: The seconds from the first batch until the last state is ready and all saved files
+        are on disk.
       blocked: The seconds that the loop waited for its save.
-      saved_at: The time when the loop stopped waiting, by the wall clock.
+      saved_at: The wall-clock time when the loop stopped waiting for its save.
     """
 
     seconds: float
@@ -80,19 +82,19 @@ class FinishError(Exception):
 
 
 class FinishLine:
-    """A hook in place of the hook that saves: it saves one step, and ends a block.
+    """A hook that the trainer calls after each step: it saves once, and ends the block.
 
     Attributes:
       finished: The time when the last state was ready and all saved files were on disk.
-      state: The last state.
+      state: The state after the last step.
       blocked: The seconds that the loop waited for the save.
-      saved_at: The time when the loop stopped waiting, by the wall clock.
+      saved_at: The wall-clock time when the loop stopped waiting for the save.
     """
 
     def __init__(self, num_steps: int, trainer: Trainer, save_as: int | None) -> None:
-        """Stores the number of steps, and the step number under which to save.
+        """Stores the block's number of steps, and the step number `save_as` of its checkpoint.
 
-        All blocks count the same steps, so each checkpoint needs a different number.
+        Every block counts its steps from 1, so each checkpoint needs a different number.
         """
         self._num_steps = num_steps
         self._trainer = trainer
@@ -121,7 +123,7 @@ class Bench:
     """A config's program, its state, and the folder of its blocks; a context manager.
 
     Attributes:
-      experiment: The experiment that the config describes.
+      experiment: The program, the task and the data that the config describes.
       compiled: The training step, compiled ahead of time.
       jitted: The jitted training step, without this package's code around it.
       batch: A batch on the devices.
@@ -150,12 +152,12 @@ class Bench:
             self.state, _ = jax.block_until_ready(step(self.state, self.batch))
 
     def bare(self, step: Any, num_steps: int, *, source: Source = "one batch") -> float:
-        """Runs steps in a bare loop.
+        """Runs a block in a loop that only calls the step.
 
         Args:
           step: The function to call.
           num_steps: The number of calls.
-          source: The source of the batches.
+          source: The source of the batches, see `batches`.
 
         Returns:
           The seconds that the block took.
@@ -187,14 +189,14 @@ class Bench:
         show: Show = "lines",
         saver: tuple[Checkpoints, int] | None = None,
     ) -> Times:
-        """Runs steps as a run does: with records, files, progress and monitoring.
+        """Runs a block in the training loop: with metrics, files, progress and monitoring.
 
         Args:
           num_steps: The number of steps.
-          source: The source of the batches.
-          show: Whether progress is shown as in a file or as in a terminal.
-          saver: The checkpoints in which to save after step `SAVED_AFTER`, and the step number of
-            the save.
+          source: The source of the batches, see `batches`.
+          show: How progress is printed: `"lines"` as into a file, `"bar"` as on a terminal.
+          saver: The checkpoints to which the block saves after step `SAVED_AFTER`, and the step
+            number of the checkpoint; `None` for no save.
 
         Returns:
           The times of the block.
@@ -238,11 +240,11 @@ class Bench:
         return Times(line.finished - batches.started, line.blocked, line.saved_at)
 
     def batches(self, source: Source) -> Batches:
-        """Returns batches from the pipeline, as in a run, or one batch again and again."""
+        """Returns the batches of a data pipeline, as in a run, or one batch again and again."""
         return Batches(itertools.repeat(self.batch) if source == "one batch" else self._read())
 
     def _read(self) -> Any:
-        """Returns the pipeline, at a position that no block has used."""
+        """Returns a data pipeline that starts one batch after the start of the last pipeline."""
         batch_size = self.config.data.batch_size
         self._position += batch_size
         return train_batches(

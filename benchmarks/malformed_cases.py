@@ -1,7 +1,7 @@
-"""Malformed inputs, by class: arguments, config files, values, data.
+"""Malformed inputs of commands, first part: values of config fields, sizes, and flags.
 
-Every case lists the words that the error message must contain. The class `fields` gives each field
-of the configs some values of a wrong type or size. The other classes are lists.
+Every case has the words that the error message must contain. The class `fields` gives each field of
+the configs some values of a wrong type or size. The cases of the other classes are listed by hand.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from manualpar.training.config import FIELDS, MODEL_FIELDS, Field
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
-# Wrong values for each type of field; values out of range follow from the field.
+# Wrong values for each type of field. `_out_of_range` adds values outside of a field's limits.
 WRONG: dict[type, tuple[Any, ...]] = {
     int: (None, "7", 1.5, True, (1,), math.nan, b"7"),
     float: (None, "x", math.nan, math.inf, 1e300, [1.0]),
@@ -31,11 +31,11 @@ class Case:
     """A malformed input.
 
     Attributes:
-      kind: The class of the input.
+      kind: The class of the input, by which results are counted.
       name: A description of the mistake.
-      module: The command, a module with a `main`.
+      module: The module that is the command.
       arguments: The arguments of the command.
-      names: The words that the answer must contain.
+      names: The words that the error message must contain.
     """
 
     kind: str
@@ -46,14 +46,14 @@ class Case:
 
 
 def field_cases(folder: Path) -> Iterator[Case]:
-    """Yields a config file for every field of the configs and each of its wrong values."""
+    """Yields a case for each wrong value of each config field; each case has a config file."""
     fields = {**MODEL_FIELDS["transformer"], **FIELDS, **MODEL_FIELDS["classifier"]}
     for number, (name, field) in enumerate(fields.items()):
         base = "fsdp" if name in FIELDS or name in MODEL_FIELDS["classifier"] else "fsdp_lm"
         for index, value in enumerate([*WRONG[field.kind], *_out_of_range(field)]):
             path = folder / f"field_{number}_{index}.py"
             path.write_text(_config_text(base, name, value))
-            # If the model's name is wrong, the config's other fields are unknown too.
+            # Without a valid model name the model's fields are unknown, so any may be named.
             names = "config." if name == "model.name" else f"config.{name}"
             yield Case(
                 "fields", f"{name}={value!r}", "experiments.fsdp", (f"--config={path}",), names
@@ -72,7 +72,7 @@ def _out_of_range(field: Field) -> Iterator[Any]:
 
 
 def _config_text(base: str, name: str, value: Any) -> str:
-    """Writes a copy of a config file with one value changed."""
+    """Returns the text of a config file that changes one field of the config `base`."""
     *groups, last = name.split(".")
     return f"""from configs import {base}
 from math import inf, nan
@@ -88,7 +88,7 @@ def get_config():
 def fsdp_case(
     kind: str, named: str, *arguments: str, names: str = "", config: str = "fsdp"
 ) -> Case:
-    """Makes a case for `experiments.fsdp`; by default its answer must name the last flag."""
+    """Makes a case for `experiments.fsdp`; by default the error must name the last flag."""
     flag = arguments[-1].split("=")[0].lstrip("-")
     own = (
         ()
@@ -99,7 +99,7 @@ def fsdp_case(
 
 
 def size_cases(folder: Path) -> Iterator[Case]:
-    """Yields sizes that fit no memory, or whose tracing would take days."""
+    """Yields models and batches that fit into no memory, or whose tracing would take days."""
     del folder
     for name, value in (
         ("data.batch_size", 8 * 10**8),

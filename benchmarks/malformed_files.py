@@ -1,4 +1,4 @@
-"""Malformed inputs, second part: files and folders, and other commands."""
+"""Malformed inputs of commands, second part: files, folders, and other commands' arguments."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from benchmarks.malformed_programs import program_cases
 
 
 def make_cases(folder: Path) -> list[Case]:
-    """Makes all cases, and writes the files that they name into an empty folder."""
+    """Makes all cases of all parts; writes the files that they name into an empty folder."""
     makers: tuple[Callable[[Path], Iterator[Case]], ...] = (
         field_cases,
         size_cases,
@@ -89,7 +89,7 @@ def _config_file_cases(folder: Path) -> Iterator[Case]:
 
 
 def _language(kind: str, name: str, *arguments: str, names: str) -> Case:
-    """Makes a case with a small language model."""
+    """Makes a case that trains a small language model."""
     return fsdp_case(kind, name, *arguments, names=names, config="fsdp_lm")
 
 
@@ -253,7 +253,7 @@ def _token_folder_cases(folder: Path) -> Iterator[Case]:
 
 
 def _workdir_cases(folder: Path) -> Iterator[Case]:
-    """Yields wrong folders to write to."""
+    """Yields values of `--workdir` that are not folders to which a run can write."""
     for path in (
         "/etc/passwd",
         "/etc/passwd/x",
@@ -267,7 +267,7 @@ def _workdir_cases(folder: Path) -> Iterator[Case]:
 
 
 def _other_command_cases(folder: Path) -> Iterator[Case]:
-    """Yields wrong arguments of other commands."""
+    """Yields wrong arguments of other commands, such as `plan` and `inspect`."""
     lm, fsdp = f"--config={CONFIGS / 'fsdp_lm.py'}", f"--config={CONFIGS / 'fsdp.py'}"
     (folder / "budget.toml").write_text("[")
     (folder / "ledger.json").write_text("[" * 10**5)

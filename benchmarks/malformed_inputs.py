@@ -1,13 +1,13 @@
-"""Gives malformed inputs to the commands, and judges their answers.
+"""Gives malformed inputs to the commands, and checks their error messages.
 
 python -m benchmarks.malformed_inputs [--only CLASS,CLASS] [--list] [--jobs 2]
 
-An answer survives if the command ends with exit code 2, or with 6 for a damaged file. The command
-must write one line to standard error, which begins with `error: ` and names the mistake. There must
-be no traceback and no compilation, and the command must stay within the bounds below. The inputs
-come from `malformed_cases`, `malformed_files` and `malformed_models`. Each input runs in a fork of
-one interpreter that has imported everything, which makes inputs fast. The exit code is 1 if an
-answer does not survive.
+A command survives an input if it ends with exit code 2, or with 6 for a damaged file. It must write
+one line to standard error, which begins with `error: ` and names the mistake. It must print no
+traceback and compile nothing, and stay within the limits of time and memory below. The inputs come
+from `malformed_cases`, `malformed_files`, `malformed_models` and `malformed_programs`. Each input
+runs in a fork of one interpreter that has imported everything, because imports take seconds. The
+exit code of this command is 1 if a command does not survive an input.
 """
 
 import argparse
@@ -40,10 +40,10 @@ ALLOWED_CODES = (2, 6)
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer of a command.
+    """What a command did with a malformed input.
 
     Attributes:
-      code: The exit code; negative for a signal.
+      code: The exit code; `-N` if signal N ended the command.
       output: The text on standard output.
       error: The text on standard error.
       compiled: The number of compiled programs.
@@ -58,7 +58,7 @@ class Answer:
 
 
 def shortcomings(case: Case, answer: Answer) -> list[str]:
-    """Returns the faults of an answer; an empty list if the answer survives."""
+    """Returns the faults of an answer; an empty list if the command survived the input."""
     lines = answer.error.splitlines()
     checks = {
         f"exit code {answer.code}": answer.code in ALLOWED_CODES,
@@ -72,7 +72,7 @@ def shortcomings(case: Case, answer: Answer) -> list[str]:
 
 
 def ask(case: Case, folder: Path) -> Answer:
-    """Runs a case in a fork of this process, in which jax must not have initialised its devices."""
+    """Runs a case in a fork of this process, which must not have initialised jax's devices."""
     paths = {name: folder / name for name in ("output", "error", "compiled")}
     pid = os.fork()
     if not pid:
@@ -118,7 +118,7 @@ def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
 
 
 def count_compilations(path: Path) -> None:
-    """Makes this process append a byte to a file whenever it compiles a program, from now on."""
+    """Makes this process append a byte to a file for each program that it compiles from now on."""
 
     def note(event: str, duration_secs: float, **more: str | int) -> None:
         del duration_secs, more
@@ -131,7 +131,7 @@ def count_compilations(path: Path) -> None:
 
 
 def _main_of(module: str) -> Callable[[], int | None]:
-    """Returns the function that runs a command: its `main`, or its file as `python -m` does."""
+    """Returns the command's `main`; without one, a function that runs it as `python -m` does."""
     found = importlib.import_module(module)
 
     def run() -> None:

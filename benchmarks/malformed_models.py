@@ -1,4 +1,4 @@
-"""Malformed inputs, third part: directories of models from strangers.
+"""Malformed inputs of commands, third part: directories of downloaded models.
 
 A wrong `config.json` must be refused before anything is allocated for it. Only regular files may be
 opened. Names from files must be escaped before they reach a terminal.
@@ -53,7 +53,7 @@ INTEGERS: tuple[Any, ...] = (
     {},
 )
 MANY = 10**6
-# A valid value of some fields, for which no machine has enough memory.
+# A value that some fields may have, but no machine has enough memory for the model.
 LARGE = 2**31 - 1
 FLOATS: tuple[Any, ...] = (0, -1, 10**399, TOO_LARGE, True, "x", [])
 MAY_BE_0 = ("n_shared_experts", "first_k_dense_replace")
@@ -80,7 +80,7 @@ def _case(directory: Path, name: str, names: str) -> Case:
 
 
 def _make(directory: Path, config: Mapping[str, Any] = LLAMA) -> Path:
-    """Writes a directory with a wrong config, right files, and only one tensor."""
+    """Writes a model's directory with this config, a valid tokenizer, and only one tensor."""
     directory.mkdir()
     text = json.dumps(config).replace(f'"{TOO_LARGE}"', TOO_LARGE)
     (directory / "config.json").write_text(text)
@@ -92,7 +92,7 @@ def _make(directory: Path, config: Mapping[str, Any] = LLAMA) -> Path:
 
 
 def write_tensors(path: Path, shapes: Mapping[str, list[int]]) -> None:
-    """Writes tensors of zeros in float32, whatever their names."""
+    """Writes a safetensors file with float32 zeros; names are not checked."""
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + 4 * int(np.prod(shape))
@@ -121,7 +121,7 @@ def _configs(models: Path) -> Iterator[Case]:
 
 
 def _files(models: Path) -> Iterator[Case]:
-    """Yields directories in which something that is no regular file has the name of a file."""
+    """Yields directories in which a FIFO, a folder, a link or a device replaces a file."""
     index = "model.safetensors.index.json"
 
     def make_fifo_behind_link(path: Path) -> None:
@@ -144,7 +144,7 @@ def _files(models: Path) -> Iterator[Case]:
 
 
 def _tensors(models: Path) -> Iterator[Case]:
-    """Yields malformed files of tensors."""
+    """Yields directories with a million tensors, or with terminal escapes in a name."""
     path = _make(models / "many") / "model.safetensors"
     write_tensors(path, {f"t{number}": [0] for number in range(MANY)})
     yield _case(path.parent, "a million tensors", "header")

@@ -1,7 +1,7 @@
-"""Malformed inputs, fourth part: programs that come with models.
+"""Malformed inputs of commands, fourth part: chat templates and tokenizers of models.
 
-Chat templates and tokenizers are programs. The programs here run without end or fill the memory,
-for ordinary chats and texts.
+Chat templates and tokenizers are programs. Given an ordinary chat or text, the programs in this
+file run without end or fill the memory.
 """
 
 import json
@@ -47,7 +47,7 @@ TEMPLATES = {
 
 
 def words(*, unknown: str = "a", **parts: Any) -> dict[str, Any]:
-    """Returns the content of a small `tokenizer.json`, with the given parts."""
+    """Returns the content of a small `tokenizer.json`; `parts` replaces its entries."""
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     vocabulary = {"<s>": 0, "a": 1}
     return {
@@ -65,7 +65,7 @@ def words(*, unknown: str = "a", **parts: Any) -> dict[str, Any]:
 
 
 def replacing(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
-    """Returns a normalizer or decoder that replaces a text."""
+    """Returns a tokenizer's normalizer or decoder that replaces `pattern` by `content`."""
     return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
 
 
@@ -108,7 +108,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 
 
 def program_cases(folder: Path) -> Iterator[Case]:
-    """Yields templates and tokenizers, with a chat or a text to encode."""
+    """Yields a case for each chat template, with a chat, and each tokenizer, with a text."""
     data = folder / "chats.jsonl"
     roles = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "a"})
     data.write_text((json.dumps({"messages": roles}) + "\n") * 99)

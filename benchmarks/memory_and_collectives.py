@@ -35,7 +35,7 @@ STRATEGIES: dict[str, functools.partial[Program]] = {
 
 
 class Layer(nn.Module):
-    """A layer for `nn.scan`."""
+    """A hidden layer in the form that `nn.scan` needs."""
 
     width: int
 
@@ -87,7 +87,7 @@ def build(strategy: str, model: str, num_devices: int) -> Program:
 
 
 def measure(program: Program) -> list[str]:
-    """Returns a row of the table."""
+    """Returns the sizes and the counts of a program's step, as cells of the table."""
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     lowered = traced.lower()
     memory = lowered.compile().memory_analysis()

@@ -1,20 +1,20 @@
 """Mutates each collective in several wrong ways.
 
-A mutant is the source with the text of one communicating call replaced. The replacement keeps
-shapes and dtypes if possible, so that tests must look at values. `x` is the value that the call
-sends:
+A mutant is the package's source in which the text of one communicating call is replaced. The
+replacement keeps shapes and dtypes if possible, so that only tests of values can notice it. The
+kinds of mutants are as follows; `x` is the value that the call sends:
 
 - `delete`: the same shape without communication. A reduction or a permutation becomes `x`. A gather
   becomes one copy of `x` for each device. A scatter becomes the device's part of `x`. An exchange
   becomes the result that it would have if all devices had this `x`. A running sum over devices
   becomes a running sum on the device. A function that is an argument becomes a function that
   returns `x`.
-- `duplicate`: communicate twice. A second gather, scatter or mean may keep the right value, and
-  only a test that counts collectives can notice it.
+- `duplicate`: communicate twice. After a second gather, scatter or mean the value may still be
+  right; then only a test that counts collectives can notice the mutant.
 - `times-2`, `over-size`: the result times 2, or divided by the number of devices.
 - `drop-last-axis`, `reverse-axes`: drop the last axis of a tuple of axes, or reverse the tuple; a
   single axis does not change.
-- `other-axes`: the other axes of the mesh, if there are any.
+- `other-axes`: communicate over the other axes of the mesh, if there are any.
 - `next-dim`: gather or scatter along the next dim; after the last dim comes the first.
 """
 
@@ -38,7 +38,7 @@ KINDS = (
 _TRACED = "traced for what the model does with its variables; it never runs"
 _PROCESSES = "several processes only: slow tests in agreement_test"
 
-# Sites without mutants, with reasons: `module:function:callee`; names may have wildcards.
+# Sites that are not mutated, with reasons: `module:function:callee`; names may have wildcards.
 LEFT_ALONE: Mapping[str, str] = {
     "core.parameters.collectives:is_vma_checked:axis_index": "only its type is read",
     "core.modes.global_arrays:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
@@ -51,13 +51,13 @@ LEFT_ALONE: Mapping[str, str] = {
     "core.state.state_arrays:to_host:*": _PROCESSES,
 }
 
-_ONE_AXIS = "there is always one axis, by its type"
-_SAME_SET = "a reduction over a set of axes; their order changes nothing but rounding"
-_OTHER_KEY = "another key, which differs between devices just as the first; none is promised"
-_ONLY_SIGN = "a bias moves by the sign of the difference between two loads, whatever their scale"
-_SAME_ORDER = "numbers of documents are only compared with each other"
+_ONE_AXIS = "the argument's type allows only one axis"
+_SAME_SET = "the order of the axes of a reduction changes nothing but rounding"
+_OTHER_KEY = "another key, which also differs between devices; no particular key is promised"
+_ONLY_SIGN = "a bias moves by the sign of the difference of two loads, which no scale changes"
+_SAME_ORDER = "document numbers are only compared with each other, and scaling keeps their order"
 _CAST_LATER = "conditions do not count in types, so the sum over stages makes the cast itself"
-_ONLY_ZERO = "of the sum counts only whether it is zero"
+_ONLY_ZERO = "only whether the sum is zero matters"
 _NOTHING_LEFT = "the second call finds nothing left to do and sends nothing"
 
 # Mutants that are equivalent to the original, with reasons; names may have wildcards.
@@ -107,7 +107,7 @@ EQUIVALENT: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A site with its call replaced."""
+    """A communicating call and the text that replaces it."""
 
     site: Site
     kind: str
@@ -124,11 +124,11 @@ class Mutant:
         return next((why for name, why in EQUIVALENT.items() if fnmatchcase(self.name, name)), "")
 
     def apply(self, source: bytes) -> bytes:
-        """Returns the file with this mutation."""
+        """Returns the content of the call's file with this mutation."""
         return source[: self.site.start] + self.replacement.encode() + source[self.site.end :]
 
 
-# The functions of this section return the text of a site's mutant.
+# Each function of this section returns the text that replaces the call of a site.
 
 
 def _own_part(x: str, axes: str, dim: str, size: str) -> str:
@@ -243,12 +243,12 @@ _NEED_AXES = frozenset({"over-size", *_AXES})
 
 
 def left_alone(site: Site) -> str:
-    """Returns why a site has no mutants; `""` if it has mutants."""
+    """Returns the reason in `LEFT_ALONE` why a site has no mutants; `""` if it has mutants."""
     return next((why for name, why in LEFT_ALONE.items() if fnmatchcase(site.name, name)), "")
 
 
 def mutate(site: Site) -> tuple[Mutant, ...]:
-    """Returns all mutants of a site, in the order of `KINDS`; none for `LEFT_ALONE` sites."""
+    """Returns a site's mutants in the order of `KINDS`; none if `LEFT_ALONE` lists the site."""
     if left_alone(site):
         return ()
     operators = FAMILIES[site.signature.family]

@@ -1,9 +1,10 @@
 """Finds every collective in the source of the package.
 
-A site is a call that communicates: a collective of JAX, or a function of this package around one.
-Two kinds of calls that send nothing are sites too: `axis_index`, which decides which device gets
-what, and casts between the types of `check_vma`, whose transpose is an all-reduce. A communicating
-function that is an argument of a call, for example of a `map`, is a site: its name is replaced.
+A site is a call that communicates: a collective of JAX, or a function of this package that calls a
+collective. Two kinds of calls that send nothing are sites too: `axis_index`, which chooses each
+device's part of an array, and casts between the types of `check_vma`, whose transpose is an
+all-reduce. If a communicating function is an argument of a call, for example of a `map`, the
+function's name there is a site.
 
 Add a new communicating function to `OWN` if other modules of the package call it.
 """
@@ -22,11 +23,11 @@ class Signature:
     Attributes:
       family: The kind of communication, a key of `mutation_operators.FAMILIES`.
       parameters: The function's parameters; the first is the value to send.
-      axes: The parameter that names the axes; `""` if none does.
-      dim: The parameter that names the dim.
-      plan: The parameter with attributes `axes` and `dim`, which replaces `axes` and `dim`.
+      axes: The parameter that names the mesh axes; `""` if there is none.
+      dim: The parameter that names the dim to gather or scatter; `""` if there is none.
+      plan: The parameter whose attributes `axes` and `dim` are used in place of two parameters.
       is_tree: Whether the result is a tree and not an array.
-      is_method: Whether the function is a method that sends its object.
+      is_method: Whether the function is a method that communicates its own object.
     """
 
     family: str
@@ -97,12 +98,12 @@ OWN: Mapping[str, Signature] = {
     "exchange": Signature("passing", ("x", "axis", "chunks")),
     "_shift": Signature("sync", ("x", "axis")),
 }
-# Methods of a value that is called `context`.
+# Methods that count only on an object whose name ends with `context`.
 CONTEXT: Mapping[str, Signature] = {
     "total": Signature("whole", ("x",)),
     "cumsum": Signature("running", ("x",)),
 }
-# The signature of a communicating function that is passed as an argument.
+# The signature of a site that is a communicating function passed as an argument.
 HANDED = Signature("handed", ())
 
 
@@ -145,14 +146,14 @@ class Site:
 
     @property
     def x(self) -> str:
-        """The source of the value to send."""
+        """The source text of the value that the call sends."""
         if self.signature.is_method:
             return self.callee_text.rpartition(".")[0]
         return self.arguments[self.signature.parameters[0]]
 
     @property
     def axes(self) -> str:
-        """The axes, as a tuple; `""` if the call names none."""
+        """Source text for a tuple of the call's axes; `""` if the call names none."""
         if self.signature.plan:
             return f"{self.arguments[self.signature.plan]}.axes"
         axes = self.arguments.get(self.signature.axes, "")
@@ -160,7 +161,7 @@ class Site:
 
     @property
     def dim(self) -> str:
-        """The dim that is gathered or scattered; `""` if the call names none."""
+        """Source text for the dim that is gathered or scattered; `""` if there is none."""
         if self.signature.plan:
             return f"{self.arguments[self.signature.plan]}.dim"
         # JAX's collectives use the first dim by default.
@@ -172,7 +173,7 @@ class Site:
         return self.callee == "all_gather" and self.arguments.get("tiled") != "True"
 
     def call(self, x: str | None = None, axes: str = "", dim: str = "") -> str:
-        """Returns the source of the call, with some parts replaced."""
+        """Returns the source of the call with another value, other axes or another dim."""
         signature, arguments = self.signature, dict(self.arguments)
         callee = self.callee_text
         if signature is HANDED:
@@ -262,13 +263,13 @@ def callee_of(function: ast.expr) -> tuple[str, Signature | None]:
 
 
 def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr]]:
-    """Yields calls and names among their arguments, each with the function that contains it."""
+    """Yields calls, and names passed to them, each after the name of the function around it."""
     for child in ast.iter_child_nodes(node):
         inner = function
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = f"{function}.{child.name}" if function else child.name
         if isinstance(child, ast.Call):
             yield function, child
-            handed = child.args if function else []  # Module-level calls define gradients.
+            handed = child.args if function else []  # Calls in a module's body define gradients.
             yield from ((function, x) for x in handed if isinstance(x, ast.Name | ast.Attribute))
         yield from _calls(child, inner)

@@ -33,7 +33,8 @@ TESTS = (
     "tests/core/program/program_test.py::test_evaluation_is_without_dropout_and_counts_what_the_mask_says",
     DROPOUT,
 )
-# Tests that run first, because they probably kill mutants with such names; the first match counts.
+# Tests that run before `TESTS` for mutants with these names, because they probably kill the mutant.
+# If several names match, the first one counts.
 FIRST = {
     "core.modes.variable_reduction:*": (
         "tests/core/modes/gradients_test.py",

@@ -13,10 +13,10 @@ mutation: the fast tests run so before the first mutant, and a slow test that ki
 so afterwards. The fast tests then fill a cache of compiled programs. (The cache's key is everything
 that the compiler sees, so a mutant shares only the programs that it does not change.)
 
-Running all mutants takes hours. With `--results` every outcome is appended to a file in that
-folder, and a later command goes on from there if the package and the tests have not changed. With
-`--shard` a command runs every N-th mutant, so that several commands can share the work and a
-results folder.
+Running all mutants takes hours. `--results` names a folder in which every outcome is appended to a
+file. A later command with the same folder goes on from there, if the package and the tests have not
+changed. With `--shard` a command runs every N-th mutant, so that several commands can share the
+work and a results folder.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def select_tests(mutant: Mutant | None) -> tuple[str, ...]:
 
 
 def copy_tree(target: Path) -> None:
-    """Copies the working tree, without what was built, installed or written by a run."""
+    """Copies the working tree without hidden files, caches, builds and the folder `runs`."""
 
     def ignored(folder: str, names: list[str]) -> set[str]:
         patterns = NOT_COPIED + (NOT_COPIED_FROM_ROOT if Path(folder) == ROOT else ())
@@ -103,7 +103,7 @@ def run_tests(
     The mutation is applied to the copy, if there is one.
 
     Raises:
-      RuntimeError: The tests could not run, so that the outcome is unknown.
+      RuntimeError: Pytest itself failed, so the outcome is unknown.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -147,7 +147,7 @@ def run_tests(
 
 
 def hash_sources(snapshot: Path) -> str:
-    """Hashes the package and the tests of a snapshot."""
+    """Hashes all Python files of the package and the tests in a snapshot."""
     files = [path for top in ("manualpar", "tests") for path in (snapshot / top).rglob("*.py")]
     parts = [f"{path.relative_to(snapshot)}\0{path.read_text('utf-8')}" for path in sorted(files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -162,7 +162,7 @@ def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
 
 
 def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
-    """Reads the outcomes for these sources by the name of the mutant; the original has a mark."""
+    """Reads the outcomes for these sources by mutant; `FAST` and `SLOW` name the original's."""
     outcomes = {}
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         fields = json.loads(line)
@@ -231,7 +231,7 @@ def write_section(path: Path, section: str) -> None:
 
 
 def choose(mutants: Iterable[Mutant], only: str) -> tuple[Mutant, ...]:
-    """Returns the mutants with `only` in their name that are not equivalent."""
+    """Returns the mutants that have `only` in their name and differ from the original."""
     return tuple(m for m in mutants if only in m.name and not m.equivalent)
 
 
@@ -258,10 +258,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=Path,
-        help="a Markdown file to write the report to, in a section of its own",
+        help="a Markdown file; the report becomes or replaces a section of it",
     )
     parser.add_argument(
-        "--results", type=Path, help="a folder for outcomes and compiled programs, to go on from"
+        "--results", type=Path, help="a folder of outcomes and compiled programs, to go on later"
     )
     parser.add_argument(
         "--shard", type=parse_shard, default=(1, 1), metavar="I/N", help="run every N-th mutant"
@@ -281,7 +281,7 @@ class Runner:
         self._lock = threading.Lock()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Returns the outcomes that are known, by the mutant's name."""
+        """Returns the stored outcomes, by the mutant's name."""
         return load_outcomes(self._path, self._sources)
 
     def run(self, mutant: Mutant, marked: str) -> Outcome:

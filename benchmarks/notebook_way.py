@@ -1,10 +1,10 @@
-"""Fully sharded training in the style of the notebook that introduced `shard_module_params`.
+"""A fully sharded training step in the style of the notebook of `docs/guides.md`.
 
-Each module is wrapped by hand (`shard_module_params`), and gathers its parameters in each call, and
-so again in every minibatch. Gathered parameters are kept for the backward pass. Every metric has a
+Each module is wrapped by hand in `shard_module_params`. It gathers its parameters in each call, so
+in every minibatch again. Gathered parameters are kept for the backward pass. Every metric has a
 separate all-reduce. Forward pass, backward pass and optimizer are one function inside `shard_map`.
-The computation and the initial parameters are the same as for `manualpar.fsdp`, so that steps can
-be compared.
+The computation and the initial parameters are the same as for `manualpar.fsdp`, so that the two
+steps can be compared.
 """
 
 from typing import Any
@@ -122,7 +122,7 @@ class NotebookTransformer(nn.Module):
 
 
 def notebook_step(workload: Workload, mesh: Mesh, params: Any) -> CompiledStep:
-    """Compiles the notebook's step.
+    """Compiles the training step in the notebook's style.
 
     Args:
       workload: The workload to train.
@@ -130,10 +130,10 @@ def notebook_step(workload: Workload, mesh: Mesh, params: Any) -> CompiledStep:
       params: The unsharded initial parameters of the workload's model, on the host.
 
     Returns:
-      The step. Its state is the notebook's state and the metrics that are summed between reports.
+      The step. Its state is a pair: a `TrainState`, and the sums of the metrics of all steps.
 
     Raises:
-      TypeError: This module has no version of the workload's model.
+      TypeError: The workload's model is neither a `Classifier` nor a `Transformer`.
     """
     model, params = _rewrite(workload, params)
     batch = jax.device_put(workload.batch, jax.NamedSharding(mesh, P(AXIS)))
@@ -144,7 +144,7 @@ def notebook_step(workload: Workload, mesh: Mesh, params: Any) -> CompiledStep:
             apply_fn=model.apply, params=params, tx=workload.tx, rng=jax.random.key(0)
         )
 
-    # Only the names in the boxes of this result are used, so its specs need not be right.
+    # The shapes tell only which axis shards each parameter, so these `out_specs` need not be right.
     shapes = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     specs = nn.get_partition_spec(jax.eval_shape(shapes, params))
     whole_init = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=True)

@@ -1,7 +1,7 @@
 """A training step with only jax, flax and optax, for one device.
 
-The step has no code for shards. Other steps are compared with this step. The model and the loss are
-the same as in the other steps.
+The step has no mesh and no collectives. The benchmarks compare the steps of this package with this
+step; the model and the loss are the same.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def plain_step(workload: Workload) -> tuple[Any, Callable[[], Any]]:
         return params, tx.init(params)
 
     def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
-        return workload.loss_fn(params, model.apply, batch, jax.random.key(0))  # Not used.
+        return workload.loss_fn(params, model.apply, batch, jax.random.key(0))  # Without dropout.
 
     def step(state: Any, batch: Batch) -> tuple[Any, Any]:
         params, opt_state = state
@@ -32,5 +32,5 @@ def plain_step(workload: Workload) -> tuple[Any, Callable[[], Any]]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), metrics
 
-    first_key = jax.random.split(jax.random.key(0))[0]  # As in a program's `init`.
+    first_key = jax.random.split(jax.random.key(0))[0]  # `Program.init` uses this key.
     return jax.jit(step, donate_argnums=0), lambda: jax.jit(init)(first_key)

@@ -2,13 +2,13 @@
 
 python -m benchmarks.planned_memory [--only fsdp_lm] [--output planned_memory.json]
 
-The plan is `manualpar.inspect.step_memory` with `platform="cpu"`. The plan is compared with the
-`memory_analysis` of the same step on eight simulated CPU devices. Both are the bytes of one device.
-The bytes between steps must be equal, except for values that are never read. The plan of
-temporaries models fusion and XLA:CPU's order of operations. So the ratio of planned to compiled
-temporaries is the error of the plan. Known differences: XLA copies some weights into another
-layout, stores values that a sum broadcasts, and overwrites an operand only if the result has the
-same shape.
+The plan is `manualpar.inspect.step_memory` with `platform="cpu"`. The plan is compared with XLA's
+`memory_analysis` of the same step, compiled for eight simulated CPU devices. Both give the bytes of
+one device. The bytes of the state and the batch must be equal, except for arrays that the step
+never reads. The plan of temporaries models fusion and XLA:CPU's order of operations. So the ratio
+of planned to compiled temporaries is the error of the plan. Known differences: XLA copies some
+weights into another layout, stores values that a sum broadcasts, and overwrites an operand only if
+the result has the same shape.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def measure(name: str, changes: dict[str, Any]) -> Row:
 
 
 def summarize(rows: list[Row]) -> str:
-    """Describes the median and the worst ratio, of all steps and of steps in float32."""
+    """Describes the median and the worst ratio: of all steps, and of the steps in float32."""
     lines = []
     for title, chosen in (
         ("all", rows),

@@ -3,15 +3,17 @@
 python -m benchmarks.planner_accuracy [--parts steps memory] [--rounds 7] [--steps 3]
                                       [--output FILE.md] [--json FILE.json] [--tiny]
 
-`steps`: compares estimates with measured step times on eight simulated CPU devices, for models of
-four kinds under four strategies, with several batches and numbers of minibatches. The CPU is
-described as a chip from four measurements on all devices at once: a product, a copy, a large and a
-tiny all-gather. Simulated devices share the cores, so absolute times cannot be right. So the result
-is Spearman's rank correlation, which shows whether estimates and measurements have the same order.
-A time is the processor time of all threads divided by the number of cores, so that other programs
-may run meanwhile. Nothing overlaps on these devices, so estimates are without overlap. `memory`:
-compares planned and compiled memory of the configs, with `benchmarks.planned_memory`.
-`benchmarks.calibration` compares estimates with published speeds.
+Part `steps` compares estimates with measured step times on eight simulated CPU devices, for four
+kinds of models under four strategies, with several batch sizes and numbers of minibatches. The
+planner needs a description of a device. It is made from four measurements on all devices at once: a
+matrix product, a copy, a large all-gather and a tiny one. Simulated devices share the cores, so
+absolute times cannot be right. So the result is Spearman's rank correlation, which shows whether
+estimates and measurements have the same order. A time is the processor time of all threads divided
+by the number of cores, so that other programs may run meanwhile. Communication and compute do not
+overlap on these devices, so the estimates assume no overlap.
+
+Part `memory` compares planned and compiled memory of the configs, with `benchmarks.planned_memory`.
+A third comparison, with published speeds, is `benchmarks.calibration`.
 """
 
 import argparse
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="small models, to try it out")
+    parser.add_argument("--tiny", action="store_true", help="small models, to try the command")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -113,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare_steps(
     cases: Sequence[Case], *, rounds: int, steps: int, is_tiny: bool
 ) -> tuple[list[str], dict[str, Any]]:
-    """Returns the table of estimated and measured step times, and the same data as values."""
+    """Returns the table of estimated and measured step times, and the same data for JSON."""
     chip = calibrate(size=256 if is_tiny else 1024)
     topology = Topology(chip, (DEVICES,))
     estimates: list[float] = []
@@ -209,12 +211,12 @@ def calibrate(*, size: int = 1024, repetitions: int = 7) -> Chip:
     """Describes a simulated device as a chip, from measurements on all devices at once.
 
     Args:
-      size: The number of rows and columns of the product. Copied and gathered arrays have 16 times
-        as many elements per device.
-      repetitions: Repetitions of each measurement; the median counts.
+      size: The number of rows and columns of the matrix product. The copied arrays, and the results
+        of the large all-gather, have `16 * size²` elements per device.
+      repetitions: How often each measurement is repeated; the median is used.
 
     Returns:
-      A chip named `cpu`, all of whose efficiencies are 1, in a node of eight.
+      A chip named `cpu` in a node of eight, with efficiencies of 1.
     """
     mesh = make_mesh({"data": DEVICES})
     spread = PartitionSpec("data")
@@ -234,7 +236,7 @@ def calibrate(*, size: int = 1024, repetitions: int = 7) -> Chip:
         return statistics.median(seconds)
 
     def gather(x: jax.Array) -> jax.Array:
-        """Gathers over all devices, and uses little of the result."""
+        """Gathers over all devices, and reads one device's part of the result."""
         return gather_invariant(x, 0, ("data",))[: x.shape[0]] + x
 
     square = jnp.ones((DEVICES * size, size), jnp.float32)

@@ -19,17 +19,17 @@ class Fault:
     """A fault in a run.
 
     Attributes:
-      kind: The class of the fault; results are counted by class.
+      kind: The class of the fault, by which results are counted.
       name: A description of the fault.
-      codes: The right exit codes of the other processes, or of the launcher.
-      says: A regular expression for the output of the other processes or the launcher.
-      victim: The process with the fault, whose exit code does not count.
-      faults: The fault that a worker causes: `process`, `phase`, `at` and `do`, see
+      codes: The right exit codes of the processes without the fault, or of the launcher.
+      says: A regular expression that the output of these processes or of the launcher must match.
+      victim: The process with the fault; its exit code and its output are not checked.
+      faults: The fault that a process causes in itself: `process`, `phase`, `at` and `do`, see
         `process_faults_worker`.
       flags: The additional command-line flags of each process.
       environment: The additional environment variables of each process.
-      act: A function that acts on the processes from outside.
-      launches: Whether the launcher starts the processes; `act` then gets only the launcher.
+      act: A function that causes the fault from outside; it gets the `Run`.
+      launches: Whether `manualpar.launch` starts the processes; then the run has only the launcher.
       steps: The number of steps of the run.
     """
 
@@ -80,14 +80,14 @@ def faults() -> Iterator[Fault]:
 
 
 def _inside(kind: str, phase: str, who: int, codes: Sequence[int], says: str) -> Fault:
-    """Makes a fault that a process causes itself when it enters a phase."""
+    """Makes a fault that process `who` causes in itself when it enters a phase."""
     at = 1 if phase in ("preparing", "starting") else 5
     what = {"process": who, "phase": phase, "at": at, "do": kind}
     return Fault(kind, f"{phase} (process {who})", codes, says, victim=who, faults=what)
 
 
 def _differences() -> Iterator[Fault]:
-    """Yields processes that differ, for example in their config."""
+    """Yields faults in which process 1 differs from process 0, for example in its config."""
     for name, says, more in (
         ("seed", r"config.seed is 42 in process 0 and 3 in process 1", ["--config.seed=3"]),
         ("model", r"config.model.hidden_size is 16 in", ["--config.model.hidden_size=32"]),
@@ -118,7 +118,7 @@ def _differences() -> Iterator[Fault]:
 
 
 def _killed_early() -> Iterator[Fault]:
-    """Yields kills of a starting process, at different times after the launch."""
+    """Yields faults in which a starting process is killed, at different times after its launch."""
     for who in (1, 0):
         says = (
             rf"process {who} (on \S+ \(pid \d+\) )?(was lost: its connection closed|"
@@ -138,7 +138,7 @@ def _killed_early() -> Iterator[Fault]:
 
 
 def _strangers() -> Iterator[Fault]:
-    """Yields strangers that connect to the coordinator's port while one process is late."""
+    """Yields faults: strangers connect to the coordinator's port while process 1 is late."""
     for name in STRANGERS:
 
         def act(run: Any, name: str = name) -> None:
@@ -150,7 +150,7 @@ def _strangers() -> Iterator[Fault]:
 
 
 def _signals() -> Iterator[Fault]:
-    """Yields signals to the launcher and to a process."""
+    """Yields faults in which the launcher or the processes get SIGTERM or SIGINT."""
 
     def send(*numbers: int, after: str = "step      5/") -> Callable[[Any], None]:
         def act(run: Any) -> None:
@@ -178,7 +178,7 @@ def _signals() -> Iterator[Fault]:
     yield Fault("signal", "SIGTERM to a process", (STOPPED,), "", act=send(15))
 
     def send_until_the_end(run: Any) -> None:
-        """Sends signals again and again, like Slurm with `--kill-on-bad-exit=1`."""
+        """Sends SIGTERM again and again, as Slurm does with `--kill-on-bad-exit=1`."""
         send(15)(run)
         run.wait_for("stopped after step")
         while any(popen.poll() is None for popen in run.popens):

@@ -3,13 +3,13 @@
     python -m benchmarks.process_faults [--only=kill,hang] [--count=10]
 
 Each fault happens in a separate small run: a process is killed, is stopped, raises an error, hangs
-or ends; the processes differ in config, seed, version, token or data; a process is killed while it
+or ends; the processes differ in their config, versions or data; a process is killed while it
 starts; strangers connect to the coordinator's port; the launcher gets signals. A fault is survived
-if all processes end in time with the exit code that docs/running.md promises, and the other
-processes report the fault without a traceback. The exit code is 1 if a fault was not survived.
+if the processes without the fault end in time, with the exit code that docs/running.md promises,
+and report the fault without a traceback. This command's exit code is 1 if a fault was not survived.
 
 A fault takes about 15 seconds on two idle cores. The time limits are generous, because the machine
-may be busy. The report contains the seconds.
+may be busy. The report contains the seconds that each kind of fault took at most.
 """
 
 import argparse
@@ -49,13 +49,13 @@ CONFIG = (
     "--config.checkpoint.every_steps=5",
     f"--config.watch.lost_seconds={LOST_SECONDS}",
 )
-# Raw log lines of C++ runtimes, which do not help users. Gloo may report that it is connected.
+# Log lines of C++ runtimes, which do not help users. Gloo's report that it is connected is not one.
 RAW = re.compile(r"^[EFW]\d{4} |external/|\*\*\* |@ +0x|Gloo.*(fail|clos|reset|error|time)", re.I)
 
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of a run."""
+    """How a run with a fault ended; the fault is survived if there are no complaints."""
 
     fault: Fault
     codes: list[int | None]
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class Run:
-    """The processes of a run, or its launcher."""
+    """The two processes of a run with a fault, or the launcher that starts them."""
 
     def __init__(self, fault: Fault, folder: Path) -> None:
         """Starts the processes or the launcher."""
@@ -113,7 +113,7 @@ class Run:
         return self.outputs[number].read_text(errors="replace")
 
     def wait_for(self, text: str, number: int = 0) -> None:
-        """Waits until a process has printed a text, or has ended."""
+        """Waits until process `number` has printed a text, or has ended."""
         until = time.monotonic() + END_SECONDS
         while text not in self.text(number) and time.monotonic() < until:
             if self.popens[number].poll() is not None:
@@ -121,13 +121,17 @@ class Run:
             time.sleep(0.02)
 
     def children(self) -> list[int]:
-        """Returns the processes that a launcher has started so far."""
+        """Returns the process ids of the processes that the launcher has started so far."""
         pid = self.popens[0].pid
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
         return [int(child) for child in found]
 
     def end(self, stopped: int | None) -> list[int | None]:
-        """Waits for all processes but a stopped one; returns exit codes (`None` if running)."""
+        """Waits for all processes but `stopped`, then kills the rest.
+
+        Returns:
+          The exit codes before the kill; `None` for a process that was still running.
+        """
         until = time.monotonic() + END_SECONDS
         while time.monotonic() < until:
             running = [p.poll() is None for n, p in enumerate(self.popens) if n != stopped]
@@ -146,7 +150,7 @@ class Run:
 
 
 def judge(fault: Fault, run: Run, codes: list[int | None], seconds: float) -> Outcome:
-    """Compares the end of a run with the fault's expected end."""
+    """Compares the exit codes and the output of a run with those that the fault expects."""
     complaints, raw = [], 0
     for number, code in enumerate(codes):
         text = run.text(number)
@@ -163,7 +167,7 @@ def judge(fault: Fault, run: Run, codes: list[int | None], seconds: float) -> Ou
 
 
 def try_fault(fault: Fault, keep: Path | None) -> Outcome:
-    """Causes a fault in a run."""
+    """Starts a run, causes a fault in it, and waits for the end of the run."""
     folder = Path(tempfile.mkdtemp(prefix="process_fault"))
     run = Run(fault, folder)
     if fault.act is not None:
@@ -182,7 +186,7 @@ def try_fault(fault: Fault, keep: Path | None) -> Outcome:
 
 
 def report(outcomes: Sequence[Outcome]) -> list[str]:
-    """Makes a table of the tried faults, by class."""
+    """Makes a table of the tried faults, with a row for each kind."""
     rows = []
     kinds = list(dict.fromkeys(outcome.fault.kind for outcome in outcomes))
     for kind in [*kinds, "all"]:
@@ -211,10 +215,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
-    parser = argparse.ArgumentParser(description="Tries faults of processes.")
-    parser.add_argument("--only", default="", help="parts of kinds or names, with commas")
-    parser.add_argument("--count", type=int, help="only so many, spread over all")
-    parser.add_argument("--keep", type=Path, help="a folder for the output of what went wrong")
+    parser = argparse.ArgumentParser(description="Causes faults in runs of two processes.")
+    parser.add_argument("--only", default="", help="texts in kinds or names, with commas")
+    parser.add_argument("--count", type=int, help="number of faults to try, spread over all")
+    parser.add_argument("--keep", type=Path, help="a folder for files of failed faults")
     parser.add_argument("--output", type=Path, help="a Markdown file for the report")
     options = parser.parse_args(argv)
     conditions = note_conditions("benchmarks.process_faults", argv)

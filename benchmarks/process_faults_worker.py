@@ -1,9 +1,9 @@
-"""A process of a run of `benchmarks.process_faults`: an experiment with a fault.
+"""One process of a run of `benchmarks.process_faults`: trains, and may cause a fault in itself.
 
-The environment variable `FAULTS` is a JSON object. `process` is the number of the process with the
-fault. `do` is the action that this process performs when it enters the phase `phase` for the
-`at`-th time, or at its start if `phase` is empty. `FAULTS_FLAGS` contains the additional flags of
-each process, by its number.
+The environment variable `FAULTS` is a JSON object. Its field `process` is the number of the process
+with the fault. `do` is the action of this process when it enters the phase `phase` for the `at`-th
+time, or when it starts if `phase` is empty. `FAULTS_FLAGS` is a JSON object with the additional
+flags of each process, by its number.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ HANGS = "this process hangs now"
 
 
 def act(what: str, cluster: Any = None) -> None:
-    """Performs an action on this process; `cluster` is the process's cluster."""
+    """Performs the action `what`; `cluster` is this process's connection to the others."""
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
@@ -81,7 +81,7 @@ def limit_memory(room: int) -> None:
 
 
 def main() -> None:
-    """Runs the experiment."""
+    """Trains with `experiments.fsdp`, after the fault is prepared."""
     process = int(os.environ["MANUALPAR_PROCESS_ID"])
     fault = json.loads(os.environ["FAULTS"])
     sys.argv += json.loads(os.environ["FAULTS_FLAGS"]).get(str(process), [])
@@ -95,7 +95,7 @@ def main() -> None:
         def disturbed(self: Cluster, phase: str, **limits: Any) -> None:
             enter(self, phase, **limits)
             times[phase] += 1
-            # The name of the phase "saving" continues with the folder.
+            # The full name of the phase "saving" also contains the folder of the checkpoint.
             if phase.startswith(fault["phase"]) and times[phase] == fault["at"]:
                 act(fault["do"], self)
 

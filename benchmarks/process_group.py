@@ -1,9 +1,9 @@
 """Groups of processes that run tasks, one group at a time.
 
-Two libraries cannot train in one process. So each library has a group of processes, which stay
-alive and wait while another group works. In this way their blocks of steps can take turns. A
-process is started with one argument, a JSON object. The process gets a line of JSON for each task,
-and answers with a line of JSON.
+JAX and PyTorch cannot train in one process. So each library has a group of processes. A group stays
+alive and waits while another group works, so that blocks of steps of both can take turns. A process
+is started with one argument, a JSON object with its settings. It reads a line of JSON for each
+task, and answers with a line of JSON.
 """
 
 import json
@@ -24,10 +24,10 @@ Handler = Callable[..., Mapping[str, Any]]
 
 
 class ProcessGroup:
-    """Processes that run one module; a context manager."""
+    """Processes that all run one module; a context manager that ends them."""
 
     def __init__(self, module: str, settings: Mapping[str, Any], *, num_processes: int) -> None:
-        """Starts the processes; the first `ask` shows whether they have started.
+        """Starts the processes, and does not wait: a process that fails is noticed by `ask`.
 
         Args:
           module: The module that each process runs, such as `"benchmarks.torch_compile_worker"`.
@@ -84,7 +84,7 @@ class ProcessGroup:
         return [self._read(number) for number in range(len(self._processes))]
 
     def block(self, num_steps: int) -> float:
-        """Runs steps; returns the seconds of the slowest process."""
+        """Runs `num_steps` steps in every process; returns the seconds of the slowest process."""
         return float(max(answer["seconds"] for answer in self.ask("block", steps=num_steps)))
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # After a failure the other processes of a group may wait for the failed one forever.
+        # After a failure the other processes of the group may wait forever for the failed process.
         if error[0] is not None:
             for process in self._processes:
                 process.kill()
@@ -138,10 +138,11 @@ def read_settings() -> dict[str, Any]:
 
 
 def serve(handlers: Mapping[str, Handler]) -> None:
-    """Runs tasks until the input ends.
+    """Runs the tasks that standard input names, until it ends; prints the answers.
 
     Args:
-      handlers: The function of each task, which gets arguments by name and returns a JSON value.
+      handlers: The function for each task. It gets the task's arguments by name, and returns a
+        value that JSON can represent.
     """
     for line in sys.stdin:
         arguments = json.loads(line)

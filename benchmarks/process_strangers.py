@@ -1,4 +1,4 @@
-"""Sends bytes to a port, as a stranger would, for `benchmarks.process_faults`."""
+"""Sends bytes to the coordinator's port, as a stranger may, for `benchmarks.process_faults`."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def frame(data: bytes) -> bytes:
-    """Returns a message with its length in front, as the processes send it."""
+    """Returns a message after its length in 4 bytes, the format of the processes' messages."""
     return len(data).to_bytes(4, "big") + data
 
 
@@ -32,7 +32,7 @@ GIVE_UP_SECONDS = 120.0
 
 
 def disturb(name: str, port: int, *, until: Callable[[], bool]) -> None:
-    """Connects and sends bytes, again and again.
+    """Connects to a port and sends bytes, again and again.
 
     Args:
       name: One of `STRANGERS`.

@@ -1,28 +1,29 @@
-"""Published speeds of training large transformers: shape, layout, speed, and source.
+"""Published speeds of training large transformers, and how they are made comparable.
 
-A row is included if its source gives all that an estimate needs: shape, devices, layout, batch,
-recomputation, and speed. `remark` names remaining assumptions. If only the number of devices grows
-in a series, the smallest and the largest row are included. If two sources publish the same step, it
-counts once. A row whose two figures contradict each other is left out (MaxText's 405B on one
-v6e-256: an MFU of 38.55% does not give 123 tokens/s).
+`published_rows` has the rows, one for each published step. A row is included if its source gives
+all that an estimate needs: shape, devices, layout, batch, recomputation, and speed. `remark` names
+the remaining assumptions. If a source varies only the number of devices, the rows with the fewest
+and the most devices are included. If two sources publish the same step, there is one row. A row
+whose two figures contradict each other is left out (MaxText's 405B on one v6e-256: an MFU of 38.55%
+does not give 123 tokens/s).
 
 If the source has tokens per device and second, these are used, because they need no convention. If
-the source has only an MFU, `attention` gives the publisher's convention for counting the products
-of queries with keys and of scores with values: "whole", as in PaLM and this package, or "half", the
-part that a causal mask leaves. The MFU is converted to tokens by that convention, so that no fitted
-constant depends on it.
+the source has only an MFU, the tokens are computed from it. Publishers count the operations of
+attention (queries times keys, and scores times values) by two conventions: "whole", as in PaLM and
+this package, or "half", the part that a causal mask leaves. `attention` gives the publisher's
+convention, so that the convention does not change the shares that `calibration` fits.
 
 - MaxText (2024): "whole". Its release notes say that it halves attention only since July 2025. The
   rows with both figures confirm this: 449.17 TFLOP/s and 7,756 tokens/s are 57.9 GFLOP a token,
-  which is 6 P + 12 L N H S for Llama 3.1 8B. The products of the head count; the embedding lookup
-  does not. A version of early 2024 counted half. If the tables for v5e and v5p come from that
-  version, their MFUs mean 2% more tokens, 3% for the model of 16B and 4% for Llama 2 70B on a
-  v5p-128.
-- torchtitan: only its tokens/s are used. Its MFU of 39% at 6,667 tokens/s counts attention whole
-  too.
-- Meta does not state its convention, but cites PaLM for MFU, so "whole". With "half" there would be
-  4% fewer operations at 8,192 positions and 29% fewer at 131,072.
-- NVIDIA's tables give the seconds of a step. (Their MFU counts attention whole, too.)
+  which is 6 P + 12 L N H S for Llama 3.1 8B (P parameters, L layers, N heads of size H, S
+  positions). The matrix products of the head count; the embedding lookup does not. A version of
+  early 2024 counted half. If the tables for v5e and v5p come from that version, their MFUs mean 2%
+  more tokens, 3% for the model of 16B and 4% for Llama 2 70B on a v5p-128.
+- torchtitan: only its tokens/s are used. Its MFU of 39% at 6,667 tokens/s counts attention as
+  "whole" too.
+- Meta does not state its convention, but cites PaLM for MFU, so "whole" is assumed. With "half"
+  there would be 4% fewer operations at 8,192 positions and 29% fewer at 131,072.
+- NVIDIA's tables give the seconds of a step. (Their MFU counts attention as "whole" too.)
 """
 
 import dataclasses
@@ -52,7 +53,8 @@ def _maxtext_shape(scale: int) -> dict[str, Any]:
     return _shape(16 * 2**whole, hidden, 7168 * wide, heads, heads, 32_000, head_size=128)
 
 
-# Llama 2 and 3: https://arxiv.org/abs/2307.09288, https://arxiv.org/abs/2407.21783 table 3.
+# The shapes of Llama 2 are from https://arxiv.org/abs/2307.09288, and those of Llama 3 from table 3
+# of https://arxiv.org/abs/2407.21783.
 # DeepSeek-V3 is approximated as in `configs/plan/deepseek_v3.py`.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama2_13b": _shape(40, 5120, 13_824, 40, 40, 32_000),
@@ -86,7 +88,11 @@ _EVERYTHING = dict.fromkeys(("norms", "in", "scores", "out", "mlp", "experts"), 
 
 
 class OthersLayout(Layout):
-    """A layout of another library's program, which keeps other values for the backward pass."""
+    """A layout of another library's program, with other choices of what is recomputed.
+
+    `remats` gives, for each choice, the share of each group of a layer's products that is
+    recomputed in the backward pass.
+    """
 
     keeps_logits = True
     remats: ClassVar[Mapping[str, Mapping[str, float]]] = {
@@ -102,19 +108,20 @@ class OthersLayout(Layout):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedFigure:
-    """A published speed.
+    """One published training speed: a row of the table.
 
     Attributes:
       whose: The publisher.
       model: One of `SHAPES`.
-      layout: The layout over all devices of the topology; `remat` is the source's recomputation.
+      layout: The layout over all devices of the topology; its `remat` is the recomputation that the
+        source reports.
       positions: The number of positions in a sequence.
       examples: The number of sequences in a step.
       tokens_per_second: Tokens per device and second; `None` if only an MFU is published.
       mfu: The published MFU, if no tokens are published.
-      attention: How the MFU counts attention.
-      dtype: The dtype of products.
-      remark: Differences and assumptions.
+      attention: How the publisher counts attention's operations in an MFU: "whole" or "half".
+      dtype: The dtype of matrix products.
+      remark: What the source does otherwise, and what is assumed.
     """
 
     whose: str
@@ -137,13 +144,13 @@ class PublishedFigure:
 
     @functools.cached_property
     def transformer(self) -> Transformer:
-        """The model on one device."""
+        """The model, unsharded."""
         shape: dict[str, Any] = {**SHAPES[self.model]}
         return Transformer(**nest_fields(shape), dtype="bfloat16", scan_layers=True)
 
     @functools.cached_property
     def devices(self) -> Topology:
-        """The topology."""
+        """The devices, parsed from `topology`."""
         return parse_topology(self.topology)
 
     @functools.cached_property

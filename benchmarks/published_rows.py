@@ -1,6 +1,6 @@
-"""The published speeds that estimates are compared with, see `published_figures`.
+"""The published speeds with which the planner's estimates are compared, see `published_figures`.
 
-The rows are ordered by chip; `calibration` chooses the fitted rows.
+The rows are ordered by chip. `calibration` chooses the rows to which it fits.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def _maxtext(
     positions: int = 2048,
     remark: str = "",
 ) -> PublishedFigure:
-    """Makes a row from an MFU in MaxText's tables; `batch` is the batch of a device."""
+    """Makes a row from an MFU in MaxText's tables; `batch` is the sequences per device."""
     return PublishedFigure(
         whose="MaxText",
         model=model,
@@ -67,7 +67,7 @@ def _recipe(
     positions: int = 8192,
     remark: str = "",
 ) -> PublishedFigure:
-    """Makes a row from a speed in Google's recipes for v6e; its layout is one axis of FSDP."""
+    """Makes a row from a speed in Google's recipes for v6e, which use FSDP over all devices."""
     devices = parse_topology(topology).num_devices
     return PublishedFigure(
         whose="MaxText",
@@ -121,7 +121,7 @@ def _nvidia(
 
 
 def _meta(data: int, mfu: float, *, context: int = 1, remark: str = "") -> PublishedFigure:
-    """Makes a row from Meta's layouts of 405B: microbatches of one sequence, no remat."""
+    """Makes a row from an MFU of Meta's 405B: microbatches of one sequence, no recomputation."""
     minibatches = 2048 // data if context == 1 else 16
     layout = OthersLayout(
         stage=16,

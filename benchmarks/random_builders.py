@@ -1,4 +1,4 @@
-"""Builds the programs of `random_programs` from their descriptions."""
+"""Builds the programs of `random_programs` from their descriptions, see `random_options`."""
 
 import functools
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ BUILDERS: Mapping[str, Any] = {
 
 
 def outer_optimizer(row: Mapping[str, Any]) -> Any:
-    """Returns the optimizer of a description's outer steps."""
+    """Returns the outer optimizer of a description of a DiLoCo program."""
     if row["diloco"]["outer"] == "nesterov":
         return optax.sgd(0.7, momentum=0.9, nesterov=True)
     return optax.sgd(1.0)
@@ -37,7 +37,10 @@ def build_program(
     tx: Any,
     batch: Any,
 ) -> Any:
-    """Builds the program of a description under a strategy, with the drawn options."""
+    """Builds the program of a description.
+
+    `strategy`, the options `drawn` and the mesh `axes` may differ from those of the description.
+    """
     options: dict[str, Any] = {k: _tuples(v) for k, v in drawn.items() if v is not None}
     if "axis_aliases" in options:
         options["axis_aliases"] = {k: tuple(v) for k, v in drawn["axis_aliases"].items()}

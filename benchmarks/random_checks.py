@@ -1,11 +1,11 @@
 """Builds a program of `random_programs`, runs it, and compares it with one device.
 
 The check compares the initial parameters bit for bit. In each step it compares the loss, the
-metrics, the gradient of every leaf, the optimizer's update and other variables, and frozen
-parameters bit for bit. It also compares evaluation (with averaged parameters too) and the state
-after a move to another program. With dropout it runs the same step twice, which must give the same
-bits. `random_dropout` decides whether one device can draw the same masks; if it cannot, gradients
-are not compared.
+metrics, the gradient of every parameter, the optimizer's update and the other variables; frozen
+parameters must not change in any bit. It also compares an evaluation, the average of parameters,
+and the state after a move to another program. With dropout it runs the same step twice, which must
+give the same bits. `random_dropout` decides whether one device can draw the same masks; if it
+cannot, gradients are not compared.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Shared:
     made: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def of(self, row: Mapping[str, Any], name: str, parts: Any, make: Callable[[], Any]) -> Any:
-        """Returns the cached value for `name` and `parts`; makes the value if it is not cached."""
+        """Returns the cached value for `name` and `parts`, or makes it with `make`."""
         names = ("model", "data_seed", "fields", "loss", "loss_extras", "batch", "tx")
         key = json.dumps([row.get(name) for name in names])
         if key != self.key:
@@ -58,7 +58,7 @@ class Shared:
 
 
 def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
-    """Runs a program; returns how it ended, and a description."""
+    """Runs and checks a program; returns its outcome, such as "wrong", and an explanation."""
     try:
         check = Check(row, shared)
         check()
@@ -68,7 +68,7 @@ def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         kind, file = type(error).__name__, last.filename.rpartition("/")[2]
         words = f"{kind} at {file}:{last.lineno}: {error}"[:1500]
-        # Documented: JAX's sharding types refuse some programs, with error messages of JAX.
+        # As the pages say, JAX's sharding types refuse some programs, with JAX's error messages.
         is_sharding = row["mode"] == "explicit" and kind == "ShardingTypeError"
         is_ours = "/manualpar/" in last.filename and kind in ("ValueError", "TypeError")
         return "refused" if is_ours or is_sharding else "crash", words
@@ -76,7 +76,7 @@ def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
 
 
 class Check:
-    """The comparison of one program."""
+    """The comparison of one program with one device; `row` is the program's description."""
 
     def __init__(self, row: Mapping[str, Any], shared: Shared) -> None:
         self.row = row
@@ -91,7 +91,7 @@ class Check:
         self.has_statistics = row["fields"].get("norm") in ("batch", "synced")
 
     def __call__(self) -> None:
-        """Raises WrongError at the first difference; errors of the program pass through."""
+        """Raises WrongError at the first difference; does not catch errors of the program."""
         program = self.build(self.row["strategy"], self.options, self.row["mesh"])
         if self.row["strategy"] == "diloco":
             from benchmarks.random_replicas import check_replicas
@@ -116,18 +116,18 @@ class Check:
     # Building.
 
     def one_device(self) -> OneDevice:
-        """Makes the optimizer on one device."""
+        """Makes the program's optimizer for one device."""
         return OneDevice(self.row["tx"], self.share, has_average=self.row["ema"])
 
     def build(self, strategy: str, drawn: Mapping[str, Any], axes: Mapping[str, int]) -> Any:
-        """Builds the program under a strategy, with the drawn options."""
+        """Builds the program under a strategy, with the options `drawn` and the mesh `axes`."""
         tx, batch = recording(self.one_device().tx), self.batches[0]
         return build_program(self.row, strategy, drawn, axes, model=self.model, tx=tx, batch=batch)
 
     # The reference on one device.
 
     def whole(self, program: Any, state: Any) -> tuple[dict[str, Any], Any]:
-        """Returns the unsharded parameters by path, and the other collections."""
+        """Returns a state's unsharded parameters by path, and its other collections."""
         variables = program.whole(state)
         return flatten(variables.pop("params")), variables
 
@@ -148,7 +148,7 @@ class Check:
         train: bool = True,
         keys: jax.Array | None = None,
     ) -> Answer:
-        """Computes one device's answer for `units` of examples, see `random_reference`."""
+        """Computes one device's results; `units` groups the examples, see `random_reference`."""
         dtype = self.options.get("gather_dtype")
         parts = [self.row.get(n) for n in ("lora", "quantized", "trainable", "with_labels")]
         reference: Reference = self.share(
@@ -158,7 +158,7 @@ class Check:
         return reference(params, *args, train=train, keys=keys)
 
     def units(self, program: Any) -> tuple[np.ndarray, int]:
-        """Returns the examples of each unit, and the number of devices."""
+        """Returns the example numbers of each unit, and the number of devices of the batch."""
         size, minibatches = self.row["batch"], program.num_minibatches
         devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
         numbers = np.arange(size).reshape(devices, minibatches, -1)
@@ -170,13 +170,13 @@ class Check:
         return np.arange(size)[:, None], devices
 
     def _has_masks(self, program: Any) -> bool:
-        """Returns whether there is dropout whose masks one device can draw."""
+        """Returns whether the program has dropout whose masks one device can draw too."""
         meets = self.row["fields"].get("norm") == "synced" or self.row["loss"] == "coupled"
         can_draw = has_masks_of_one_device(program, is_manual=self.is_manual, meets_others=meets)
         return self.has_dropout and can_draw
 
     def allowance(self, program: Any, *, adds_residuals: bool) -> Allowance:
-        """Returns the allowed differences of a program."""
+        """Returns the allowed differences; `adds_residuals` if the check corrects quantization."""
         options = self.options
         dtypes = [options.get(f"{n}_dtype") for n in ("gather", "param", "reduce", "frozen")]
         axes = [a for a in program.mesh.axis_names if program.mesh.shape[a] > 1]
@@ -221,7 +221,7 @@ class Check:
         expected, trained = flatten(made.pop("params")), self.trained(params)
         plain = flatten(self.plain.to_plain(unflatten(params)))
         for path, e in expected.items():
-            if path not in params:  # Quantized: off by half a step and by rounded products.
+            if path not in params:  # Quantized: off by half a step, and by rounding.
                 step = np.abs(e).max() / 127
                 off = np.abs(np.asarray(plain[path], np.float32) - e).max()
                 if not off <= (1.0 if is_low else 0.52) * step + 1e-30:
@@ -235,7 +235,7 @@ class Check:
                 off = ulps(e, params[path])
                 if not off <= 4:
                     raise WrongError(f"init: {path} is not the same bits, but {off:.3g} ulps off")
-                # With few optimizations, XLA's rounding may depend on the program's other outputs.
+                # Without optimizations, XLA's rounding may depend on the program's other outputs.
                 self.notes.append(f"init: {path} is {off:.2g} ulps off")
         wanted, found = flatten(made), flatten(collections)
         sown = ("intermediates", "losses")
@@ -304,7 +304,7 @@ class Check:
         return state
 
     def _diverges(self, what: str, grads: Mapping[str, Any], expected: Answer) -> bool:
-        """Returns whether gradients are not finite, both in the program and on one device."""
+        """Returns whether gradients are not finite; they must be so on one device too."""
         found, wanted = (
             {path for path, g in each.items() if not np.isfinite(np.float32(g)).all()}
             for each in (grads, expected.grads)
@@ -348,7 +348,7 @@ class Check:
                 )
 
     def evaluate(self, program: Any, state: Any) -> None:
-        """Compares the metrics of an evaluation with one device."""
+        """Compares the metrics of an evaluation with those of one device."""
         params, collections = self.whole(program, state)
         batch = self.batches[STEPS]
         metrics = jax.device_get(program.eval_step(state, batch))
@@ -370,7 +370,7 @@ class Check:
 
 
 def _with_nan(batch: Any) -> Any:
-    """Returns the batch with a NaN in one example, if its dtypes allow that."""
+    """Returns the batch with a NaN in one example; `None` if no array of it is of floats."""
     for name in ("inputs", "mask"):
         x = getattr(batch, name)
         if isinstance(x, np.ndarray) and x.dtype.kind == "f":
@@ -381,7 +381,7 @@ def _with_nan(batch: Any) -> Any:
 
 
 def _residuals(state: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the mean residual of the devices' quantized gradients, by parameter path."""
+    """Returns the devices' mean residual, which error feedback adds to gradients, by path."""
     residuals = flatten(jax.device_get(state.local.get("residuals", {})))
     return {
         path: np.asarray(r, np.float64)[(slice(None), *map(slice, params[path].shape))].mean(0)

@@ -1,10 +1,10 @@
 """Defines the allowed differences between a program of `random_programs` and one device.
 
-`noise` is the change of a gradient if the parameters change by a few roundings. In float32 a
-gradient may differ by several times this noise, and by a few roundings of each device's
-contribution. In bfloat16 the same holds with larger roundings. On each device, quantization may
-lose half a unit of a block (a unit with stochastic rounding). A unit is at most the block's largest
-number divided by the largest code.
+`noise` is the change of a gradient if the parameters change by a few rounding errors. A gradient
+may differ by several times this noise, and by a few rounding errors of each device's contribution.
+In bfloat16 rounding errors are larger than in float32. If gradients are quantized in blocks, each
+device may lose half a step of each number (a whole step with stochastic rounding). A step is at
+most the block's largest number divided by the largest code.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class WrongError(Exception):
-    """A difference from one device, in words."""
+    """A result differs from one device; the message says which result, and by how much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,8 @@ class Allowance:
       code: The quantization of gradients; `None` if the comparison adds the residuals.
       reductions: How many times a device's gradient is quantized in a step.
       is_random: Whether quantization rounds stochastically.
-      is_split: Whether devices contribute sums over anything but examples, as with a model
-        axis.
-      has_statistics: Whether a layer divides by the deviation of a few examples.
+      is_split: Whether devices add partial results of the same examples, as with a model axis.
+      has_statistics: Whether a layer divides by the standard deviation of a few examples.
     """
 
     is_low: bool = False
@@ -50,11 +49,11 @@ class Allowance:
 
     @property
     def is_rough(self) -> bool:
-        """Whether the loss itself may differ by more than float32's rounding."""
+        """Whether even the loss may differ by more than rounding errors of float32."""
         return self.is_low or self.has_coded_weights
 
     def moved(self, params: Arrays) -> dict[str, Any]:
-        """Returns parameters that differ by the rounding of the program's parameters."""
+        """Returns parameters changed at random, by as much as the program's rounding errors."""
         if not self.has_coded_weights:
             return perturb(params, 2.0**-8 if self.is_low else 2.0**-20, 0)
         random, moved = np.random.default_rng(0), {}
@@ -67,7 +66,10 @@ class Allowance:
         return moved
 
     def check_gradients(self, what: str, grads: Arrays, expected: Answer, noisy: Answer) -> None:
-        """Raises WrongError if a gradient differs more than allowed; names the worst gradient."""
+        """Raises WrongError if a gradient differs more than allowed; names the worst gradient.
+
+        `noisy` is one device's answer for the parameters that `moved` returned.
+        """
         noises = {p: float(np.linalg.norm(noisy.grads[p] - e)) for p, e in expected.grads.items()}
         total = math.sqrt(sum(float(np.square(g).sum()) for g in expected.grads.values()))
         total += math.hypot(*noises.values())
@@ -86,7 +88,7 @@ class Allowance:
     def _allowed(self, path: str, noise: float, expected: Answer, total: float) -> float:
         spread = expected.spread[path]
         if self.has_coded_weights and self.has_statistics:
-            return math.inf  # Two normalised examples are -1 and 1, or, by rounding, 1 and -1.
+            return math.inf  # Two normalised examples may be -1 and 1, or 1 and -1.
         if self.has_coded_weights:
             allowed = 6 * noise + 0.02 * total
         elif self.is_low:
@@ -97,8 +99,8 @@ class Allowance:
             step = 1.05 * expected.contributions[path] / LARGEST_CODE[self.code]
             step *= self.reductions * (2 if self.is_random else 1) * (4 if self.is_split else 1)
             allowed += step * math.sqrt(expected.grads[path].size)
-            # Contributions of devices may cancel in the sum, for example for biases of keys, but
-            # errors of quantization remain.
+            # The contributions of devices may cancel in the sum (as for the biases of keys), but
+            # their quantization errors remain.
             share = 0.1 if self.has_statistics else 0.02
             allowed += share * total if self.is_split else 0
         return allowed
@@ -139,7 +141,7 @@ class Allowance:
 
 
 def check_same_bits(what: str, expected: Arrays, found: Arrays) -> None:
-    """Raises WrongError if an array has another dtype or other bits."""
+    """Raises WrongError if an array in `found` has another dtype or other bits than expected."""
     for path, e in expected.items():
         x = found[path]
         if e.dtype != x.dtype or np.asarray(e).tobytes() != np.asarray(x).tobytes():
@@ -147,7 +149,7 @@ def check_same_bits(what: str, expected: Arrays, found: Arrays) -> None:
 
 
 def ulps(x: Any, y: Any) -> float:
-    """Returns the distance of arrays, in units of the last place of the largest number."""
+    """Returns the largest difference of two arrays, in ulps of the largest number of `x`."""
     eps = float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.floating) else 1.0
     x, y = (np.asarray(a, np.float64) for a in (x, y))
     return float(np.abs(x - y).max(initial=0) / (eps * np.abs(x).max(initial=0) or 1))

@@ -1,12 +1,14 @@
 """Draws the dropout masks of `random_programs` again on one device.
 
-A step splits the state's key into the next state's key and the step's key. In mode manual each
+A step splits the state's key into the next state's key and the step's key. In mode `manual` each
 device folds its number into the step's key. In all modes every minibatch has a different key. So
-one device draws the same masks if it runs the examples of one call together, with their key.
+one device can draw the same masks: it calls the model once for each minibatch of each device, with
+the key of this minibatch.
 
-If mode manual splits activations (over a model axis, a context axis, or stages), or a layer mixes
-the examples of several devices, one call cannot draw the same masks. Then the loss is compared with
-the losses of other masks: its distance from their mean must be plausible by chance.
+Two kinds of programs in mode `manual` draw masks that one device cannot draw: if activations are
+split (over a model axis, a context axis, or stages), or if a layer mixes the examples of several
+devices. Then the program's loss is compared with losses under other masks: its distance from their
+mean must be plausible by chance.
 """
 
 import math
@@ -19,8 +21,8 @@ import numpy as np
 from benchmarks.random_reference import Answer
 
 DRAWS = 16
-# The largest distance of a loss, in standard deviations estimated from `DRAWS` draws. By chance 3
-# in 100,000 losses are farther from the mean.
+# The largest allowed distance of a loss from the mean, in standard deviations estimated from
+# `DRAWS` draws. By chance 3 in 100,000 losses are farther away.
 DEVIATIONS = 6
 
 
@@ -41,7 +43,7 @@ def has_masks_of_one_device(program: Any, *, is_manual: bool, meets_others: bool
 
 
 def keys_of_step(program: Any, rng: jax.Array, *, is_manual: bool) -> jax.Array:
-    """Returns the key of each device's minibatches in a step of a state with key `rng`."""
+    """Returns the dropout keys of all minibatches, by device; `rng` is the state's key."""
     _, key = jax.random.split(rng)
     if not is_manual:
         return jax.random.split(key, program.num_minibatches)
@@ -51,10 +53,10 @@ def keys_of_step(program: Any, rng: jax.Array, *, is_manual: bool) -> jax.Array:
 
 
 def spread_of_losses(answer: Callable[[jax.Array], Answer], units: int) -> tuple[float, float]:
-    """Returns the mean loss over masks, and the allowed distance of a program's loss.
+    """Returns the mean loss over random masks, and the allowed distance of a loss from this mean.
 
     Args:
-      answer: One device's answer, with a key for each unit.
+      answer: Computes one device's results from a dropout key for each unit of examples.
       units: The number of units.
     """
     keys = jax.random.split(jax.random.key(1), (DRAWS, units))

@@ -1,4 +1,4 @@
-"""Draws the models, losses, optimizers and fine-tuning of `random_programs`."""
+"""Draws the parts of `random_programs` that are not about devices: model, loss, optimizer, LoRA."""
 
 import random
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def weighted(r: random.Random, weights: Mapping[str, int]) -> str:
 
 
 def draw_model(r: random.Random, row: Row) -> None:
-    """Draws the parts that programs with the same model share."""
+    """Adds model, data, loss, optimizer and fine-tuning to a description."""
     kind = weighted(r, MODELS)
     row["model"], row["data_seed"] = kind, r.randrange(10**6)
     row["batch"], row["length"] = r.choice((8, 8, 12, 24)), 8
@@ -103,7 +103,7 @@ def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
     maybe(0.4, num_kv_heads=r.choice((1, 2)))
     maybe(0.3, tied_head=True)
     row["with_labels"], row["packed"] = r.random() < 0.5, r.random() < 0.35
-    if r.random() < 0.25:  # A family of public models, so `export_hf` can write files.
+    if r.random() < 0.25:  # `export_hf` can write this family of models.
         row["has_family"] = True
         maybe(0.3, qkv_bias=True)
         if maybe(0.5, split_axis="model"):
@@ -154,7 +154,7 @@ def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
 
 
 def _draw_tuning(r: random.Random, row: Row) -> None:
-    """Draws adapters, int8 bases, plans and trained parameters."""
+    """Adds a tensor-parallel plan, LoRA, int8 base weights and `trainable` to a description."""
     kind, fields = row["model"], row["fields"]
     may_split = kind == "text" or (kind == "mlp" and not fields["annotated"] and r.random() < 0.3)
     if may_split and r.random() < 0.5:

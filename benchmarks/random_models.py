@@ -40,7 +40,7 @@ class Mlp(nn.Module):
     depth: int = 2
     act: str = "gelu"
     bias: bool = True
-    norm: str = "layer"  # Or "none", "batch", "synced".
+    norm: str = "layer"  # Or "none", "batch", "synced" (a batch norm over all devices).
     scan: bool = False
     remat: bool = False
     dropout: float = 0.0
@@ -167,7 +167,7 @@ class TextModel(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer over features, and a head on its last state."""
+    """A recurrent layer over a sequence of features, and a head on its last state."""
 
     cell: str = "lstm"
     width: int = 8

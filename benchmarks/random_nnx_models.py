@@ -1,4 +1,4 @@
-"""Small NNX models for `random_programs`, and how one device runs them."""
+"""Small NNX models for `random_programs`, and their `init` and `apply` on one device."""
 
 import zlib
 from collections.abc import Callable
@@ -101,7 +101,7 @@ class XText(nnx.Module):
 def run_plainly(
     make: Callable[[nnx.Rngs], nnx.Module],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns functions `init` and `apply` of a model, like those of a Linen module."""
+    """Returns functions of an NNX model that are called like a Linen model's `init` and `apply`."""
 
     def collections(module: nnx.Module) -> dict[str, Any]:
         found: dict[str, Any] = {"params": {}}
@@ -117,7 +117,7 @@ def run_plainly(
 
     def value(path: tuple[str, ...], variable: Any, given: Any, rngs: Any) -> Any:
         if isinstance(variable, nnx.RngKey) and rngs:
-            # A stream's key is the call's key, with the path of the stream folded into it.
+            # The package folds a stream's path into the call's key, so the reference does too.
             key = jax.random.fold_in(rngs["dropout"], zlib.crc32("/".join(path[:-1]).encode()))
             return jax.random.split(key, variable.shape) if variable.shape else key
         if isinstance(variable, nnx.RngCount):

@@ -1,8 +1,9 @@
 """The optimizers of `random_programs`, and their updates on one device.
 
-A program's optimizer is wrapped by `recording`, which keeps the gradients. They are compared with
-the gradients of one device. Then the update is compared with optax's update on one device from the
-same gradients. So differences of gradients do not affect the comparison of updates.
+`recording` wraps a program's optimizer, and keeps the gradients that it gets. These gradients are
+compared with the gradients of one device. Then the program's update is compared with an update of
+optax on one device, which gets the program's gradients. So differences between the gradients do not
+affect the comparison of updates.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +20,8 @@ from benchmarks.random_reference import flatten, unflatten
 from manualpar import params_ema
 
 LR = 0.02
-# The allowed difference of an update, relative to the largest update of its leaf, for optimizers
-# that are not elementwise, because devices sum norms and matrix products in another order.
+# The allowed difference of an update, relative to the largest update in its array. It is larger for
+# these optimizers, because devices sum their norms and matrix products in another order.
 LOOSE: Mapping[str, float] = {
     "lamb": 1e-4,
     "lars": 1e-4,
@@ -107,7 +108,7 @@ def recording(tx: Any) -> Any:
 
 
 class OneDevice:
-    """An optimizer on one device, which gets the gradients of a program's optimizer.
+    """An optimizer on one device that repeats a program's updates with the program's gradients.
 
     Attributes:
       average: The average of parameters, in float64; `None` before the first update.
@@ -120,11 +121,11 @@ class OneDevice:
 
     @property
     def tx(self) -> Any:
-        """The optimizer, with an average of parameters if that was drawn."""
+        """The optimizer for the program; it also averages parameters if the description says so."""
         return optax.chain(self._tx, params_ema(EMA)) if self._has_average else self._tx
 
     def restart(self) -> None:
-        """Begins with a new state."""
+        """Forgets the optimizer's state and the average."""
         self._state: Any = None
         self._farthest: dict[str, np.ndarray] = {}
         self.average: dict[str, np.ndarray] | None = None
@@ -151,7 +152,7 @@ class OneDevice:
         return expected
 
     def check(self, what: str, params: Arrays, grads: Arrays, after: Arrays) -> None:
-        """Updates on one device, and compares the result with the program's update."""
+        """Updates `params` on one device, and compares the result with the program's `after`."""
         self.compare(what, params, after, self.updated(params, grads))
         before = self.average or {p: np.asarray(params[p], np.float64) for p in grads}
         self.average = {
@@ -159,19 +160,19 @@ class OneDevice:
         }
 
     def compare(self, what: str, params: Arrays, after: Arrays, expected: Arrays) -> None:
-        """Raises WrongError if trained parameters differ after an update."""
+        """Raises WrongError if the program's trained parameters are not the expected ones."""
         loose = LOOSE.get(self._name, 1e-5)
         for path, new in expected.items():
             ulp = float(jnp.finfo(after[path].dtype).eps)
-            if ulp > 1e-3:  # The factors of an update are rounded to bfloat16 too.
+            if ulp > 1e-3:  # Moments and other factors are in bfloat16 too.
                 loose = 0.3 if self._name == "muon" else max(loose, 0.03)
             got, old, e = (np.asarray(x, np.float64) for x in (after[path], params[path], new))
             if np.isnan(e).all() and np.isnan(got).all():
                 continue  # DoWG gives NaN for zero gradients, on one device too.
             moved = np.abs(e - old)
             scale = moved.max(initial=0) if loose > 1e-5 else moved
-            # Momentum and gradient may cancel, and only roundings of both remain. An earlier move
-            # of the element shows how large the momentum is.
+            # Momentum and gradient may cancel, so that only their rounding errors remain. The
+            # farthest earlier move of an element bounds these errors.
             roundings = 2 * ulp * np.abs(e) + 4 * ulp * self._farthest[path]
             if not (np.abs(got - e) <= roundings + loose * scale + 1e-12).all():
                 off, far = np.abs(got - e).max(), moved.max()

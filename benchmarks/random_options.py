@@ -1,8 +1,8 @@
-"""Draws descriptions of programs for `random_programs`, each from only its number.
+"""Draws descriptions of programs for `random_programs`; a program's number determines it.
 
-Four consecutive numbers share the model, the loss, the batches and the optimizer, so that they
-share one device's answers. A description contains plain values, and determines the program
-completely.
+Four consecutive numbers share the model, the loss, the batches and the optimizer, so that the
+functions compiled for one device serve all four. A description contains values that JSON can
+represent, and determines the program completely.
 """
 
 import math
@@ -143,7 +143,7 @@ def _draw_strategy(r: random.Random, row: Row, names: list[str]) -> None:
 
 
 def _name_in(row: Row) -> str:
-    """Returns the name of a module or a parameter of a model."""
+    """Returns the name of a module or parameter that the described model has, such as "head"."""
     fields, kind = row["fields"], row["model"]
     if kind == "transformer":
         return "final_norm" if fields.get("tied_head") else "head"
@@ -152,7 +152,7 @@ def _name_in(row: Row) -> str:
 
 
 def _draw_wire(r: random.Random, row: Row) -> None:
-    """Draws dtypes and quantization for storage and communication."""
+    """Adds options for dtypes and quantization, in storage and in communication."""
     options = row["options"]
     if "frozen_dtype" in row:
         options["frozen_dtype"] = row.pop("frozen_dtype")
@@ -161,7 +161,8 @@ def _draw_wire(r: random.Random, row: Row) -> None:
     # In bfloat16 the decays of `inject_hyperparams` round to 1, and its updates are NaN.
     if r.random() < 0.06 and row["tx"] != "inject":
         options["param_dtype"] = "bfloat16"
-    if row["model"] == "text" and row["fields"]["scan"]:  # JAX refuses such a carry, see limits.
+    # JAX refuses a scan whose carry changes its dtype, see docs/limits.md.
+    if row["model"] == "text" and row["fields"]["scan"]:
         for name in ("frozen_dtype", "gather_dtype", "param_dtype"):
             options.pop(name, None)
     if row["mode"] != "manual":
@@ -179,7 +180,7 @@ def _draw_wire(r: random.Random, row: Row) -> None:
 
 
 def _draw_trip(r: random.Random, row: Row) -> Row:
-    """Draws another program for the state, on a mesh with the same model axes or with none."""
+    """Draws a move of the state to another program, whose mesh may lack the model axis."""
     kept = {name: row["mesh"][name] for name in ("model",) if name in row["mesh"]}
     if r.random() < 0.5 or row["fields"].get("sequence_parallel"):
         kept = {}
@@ -204,7 +205,7 @@ def _draw_trip(r: random.Random, row: Row) -> Row:
 
 
 def features_of(row: Row) -> list[str]:
-    """Returns the features of a program, by which results are counted."""
+    """Returns the features of a program, such as "LoRA", by which results are counted."""
     fields, options = row["fields"], row["options"]
     codes = {options.get("gather_code"), options.get("reduce_code")}
     codes.add(row.get("diloco", {}).get("outer_code"))

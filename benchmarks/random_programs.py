@@ -4,19 +4,19 @@ python -m benchmarks.random_programs --to=2000 --output=programs.jsonl
 python -m benchmarks.random_programs --program=1234
 python -m benchmarks.random_programs --description='{"model": ...}'
 
-Program `N` is drawn from only `N`: a model, a loss, a strategy with its options, a mode, a mesh of
-up to eight devices, dtypes and quantization, an optimizer, and a move of the state to another
-program. The program ends
+The number `N` of a program determines it: a model, a loss, a strategy with its options, a mode, a
+mesh of up to eight devices, dtypes and quantization, an optimizer, and a move of the state to
+another program. A program has one of these outcomes:
 
-- `exact`: all results are as on one device (`random_checks` does the comparison),
+- `exact`: all results are as on one device (`random_checks` compares them),
 - `refused`: an error message of the package explains why the program cannot run,
 - `wrong`: a result differs from one device,
-- `crash`: any other exception, or the end of the process,
+- `crash`: any other exception is raised, or the process ends,
 - `hang`: the program has not ended within `--seconds`.
 
-Each result is appended to `--output` at once, and programs with a result there are not run again.
-Programs run in a process that is replaced after `--each` programs. The exit code is 1 if a program
-is wrong, crashed or hung.
+Each outcome is appended to `--output` at once, and programs with an outcome in this file are not
+run again. The programs run in another process, which is replaced after `--each` programs. The exit
+code is 1 if the outcome of a program is `wrong`, `crash` or `hang`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ import jaxlib.version
 from benchmarks.random_options import draw, features_of
 
 BAD = ("wrong", "crash", "hang")
-# The same flags as in `tests/compiling.py`. Later versions of XLA do not have the older emitters.
+# The same flags as in `tests/compiling.py`. The second flag exists only before jaxlib 0.11.
 XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
 if jaxlib.version.__version_info__ < (0, 11):
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
@@ -54,17 +54,17 @@ ENVIRONMENT = {
 
 
 def main() -> int:
-    """Runs the programs that the command line chooses."""
+    """Runs the programs that the command line chooses, and prints a table of the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first program")
-    parser.add_argument("--to", type=int, default=100, help="the number after the last one")
-    parser.add_argument("--program", type=int, help="one program alone")
-    parser.add_argument("--description", help="a program as a row describes it")
-    parser.add_argument("--only", default="", help="programs whose description has this in it")
-    parser.add_argument("--output", type=Path, help="the file that rows are appended to")
-    parser.add_argument("--seconds", type=float, default=180, help="when a program is a hang")
-    parser.add_argument("--each", type=int, default=48, help="programs of a process")
-    parser.add_argument("--table", action="store_true", help="print what --output has, run nothing")
+    parser.add_argument("--to", type=int, default=100, help="the number after the last program")
+    parser.add_argument("--program", type=int, help="run only this program")
+    parser.add_argument("--description", help="the JSON description of a program to run")
+    parser.add_argument("--only", default="", help="text in the description of programs")
+    parser.add_argument("--output", type=Path, help="a file to which outcomes are appended")
+    parser.add_argument("--seconds", type=float, default=180, help="time limit of a program")
+    parser.add_argument("--each", type=int, default=48, help="number of programs per process")
+    parser.add_argument("--table", action="store_true", help="run nothing, only print the table")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def run_all(rows: list[Any], *, seconds: float, each: int) -> Iterator[dict[str, Any]]:
-    """Runs all programs; yields how each ended."""
+    """Runs all described programs; yields the outcome of each."""
     while rows:
         worker = _Worker()
         for row in rows[:each]:
@@ -130,7 +130,7 @@ class _Worker:
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._answers.get(timeout=300)  # The first answer comes after all imports.
+        self._answers.get(timeout=300)  # The process answers once after all imports.
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -140,7 +140,7 @@ class _Worker:
         self._answers.put(None)
 
     def ask(self, row: Any, seconds: float) -> tuple[str, str]:
-        """Runs a program; returns how it ended, and a description."""
+        """Runs a program; returns its outcome and an explanation."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(row) + "\n")
         self.process.stdin.flush()
@@ -181,7 +181,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def summarize(rows: Iterable[dict[str, Any]]) -> None:
-    """Prints how programs ended, by feature, and the first words of refusals."""
+    """Prints the number of each outcome by feature, and the first words of refusals."""
     by_feature: dict[str, collections.Counter[str]] = {}
     refusals: collections.Counter[str] = collections.Counter()
     for row in rows:
@@ -199,7 +199,7 @@ def summarize(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def sentence_class(words: str) -> str:
-    """Returns the first words of a refusal, without the values of the program."""
+    """Returns the first words of a refusal, without its names, lists and numbers."""
     _, _, sentence = words.partition(": ")
     return re.sub(r"'[^']*'|\[[^]]*\]|\([^)]*\)|\d+", "…", sentence)[:90]
 

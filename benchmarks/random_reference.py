@@ -1,11 +1,12 @@
-"""Computes one device's answers for `random_programs`, in plain flax, jax and optax.
+"""Computes one device's results for `random_programs`, in plain flax, jax and optax.
 
-A batch is divided into *units*: groups of examples that the model mixes, or else single examples.
-The reference computes each unit separately, and adds the results in float64. So the reference
-rounds less than a program, and the contribution of each device is known.
+A batch is divided into *units*. A unit is a group of examples that the model mixes (as in a batch
+norm), or a single example. The reference computes each unit separately, and adds the results in
+float64. So the reference has smaller rounding errors than a program, and the contribution of each
+device is known.
 
-A second call with parameters that are changed by a few roundings gives the `noise`: the differences
-that rounding can cause.
+A second call, with parameters that are changed by a few rounding errors, shows how large the
+differences are that rounding can cause. `random_comparison` calls them `noise`.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ class Answer:
       grads: The gradient of each trained parameter by path, in float64.
       contributions: The sum over devices of each device's largest gradient element, by path.
       spread: The sum over devices of the norms of their gradients, by path.
-      metrics: Sums and counts.
+      metrics: The sum and the count of each metric.
       variables: The other variables of each unit, by path, with the units in dim 0.
     """
 
@@ -42,7 +43,7 @@ class Answer:
 
 
 class Reference:
-    """The answers of one device for a model, a loss and a set of trained parameters."""
+    """Computes results on one device for a model and a loss, with jitted functions."""
 
     def __init__(self, row: Mapping[str, Any], plain: Plain, gather_dtype: str | None) -> None:
         self._plain, self._loss = plain, make_loss(row, is_plain=True)
@@ -63,9 +64,10 @@ class Reference:
         train: bool = True,
         keys: jax.Array | None = None,
     ) -> Answer:
-        """Computes an answer; `units` are the example numbers of each unit, device after device.
+        """Computes the results for a batch.
 
-        `keys` are the dropout keys of the units.
+        `units` has a row of example numbers for each unit, sorted by device. `keys` are the dropout
+        keys of the units.
         """
         keys = jax.random.split(jax.random.key(0), len(units)) if keys is None else keys
         own = {p: x for p, x in params.items() if p in trained}
@@ -129,7 +131,7 @@ class Reference:
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
-    """Returns the leaves of nested dicts by path, without masked leaves."""
+    """Returns the leaves of nested dicts by path (`"a/b"`), without masked leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {"/".join(str(getattr(k, "key", k)) for k in path): x for path, x in leaves}
 

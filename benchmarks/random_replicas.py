@@ -1,9 +1,9 @@
 """Compares each DiLoCo replica of `random_programs` with a single device.
 
-Each replica has separate parameters, gradients and optimizer state. In every step these are
-compared with one device that trains on the replica's part of the batch. After an outer step, the
-new common parameters are compared with an outer step from the mean of the single devices'
-parameters.
+Each replica has its own parameters, gradients and optimizer state. In every step its gradients and
+its update are compared with those of one device that gets the replica's part of the batch. After an
+outer step, the new common parameters are compared with an outer step from the mean of the
+parameters that single devices computed for the replicas.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from benchmarks.random_reference import flatten, unflatten
 
 
 def check_replicas(check: Any, program: Any) -> None:
-    """Runs a program with replicas, and compares each replica with one device."""
+    """Trains a DiLoCo program, and compares each replica and each outer step with one device."""
     of_replicas = check.row["diloco"]
     number = program.mesh.shape["replica"]
     state = check.begin(program)
@@ -72,7 +72,7 @@ def check_replicas(check: Any, program: Any) -> None:
         weights = seen / seen.sum() if seen.sum() else np.full(number, 1 / number)
         seen[:] = 0
         anchor = {path: np.asarray(common[path], np.float64) for path in trained}
-        # The sum of differences is exactly zero for an element that no replica has changed.
+        # A sum of differences, because it is exactly 0 for elements that no replica has changed.
         delta = {
             path: sum(w * (x - m[path]) for w, m in zip(weights, moved, strict=True))
             for path, x in anchor.items()
@@ -101,7 +101,7 @@ def check_replicas(check: Any, program: Any) -> None:
 
 
 def _of_replicas(tree: Any, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns arrays without padding, with the replicas in dim 0."""
+    """Returns a tree's arrays by path without padding; dim 0 counts the replicas."""
     return {
         path: np.asarray(x)[(slice(None), *map(slice, shapes[path]))]
         for path, x in flatten(jax.device_get(tree)).items()

@@ -1,9 +1,9 @@
 """Makes the model, the batches and the loss of a program of `random_programs`.
 
-`make_model` returns a model for builders, wrapped in the description's plans, int8 bases and
-adapters. It also returns `Plain`: the same model without wrappers, and a function that converts the
-program's parameters to the parameters of this model. `Plain` uses no code of the package except
-`Transformer`, which is a plain Linen module outside of a mesh.
+`make_model` returns the model of a program, with the wrappers in its description: a tensor-parallel
+plan, int8 base weights, and LoRA. It also returns a `Plain`: the same model without wrappers, and a
+function that converts the program's parameters to the parameters of this model. `Plain` uses no
+code of the package except `Transformer`, which is a plain Linen module outside of a mesh.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ KINDS: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A model on one device.
+    """The reference model for one device.
 
     Attributes:
       init: `init(key, inputs)` returns the variables by collection.
@@ -70,7 +70,7 @@ class Plain:
 
 
 def make_model(row: Mapping[str, Any]) -> tuple[Any, Plain]:
-    """Makes a description's model for builders, and its plain model."""
+    """Makes the model of a program from its description, and the reference model."""
     kind, fields = KINDS[row["model"]], dict(row["fields"])
     if row["model"].startswith("nnx"):
 
@@ -98,7 +98,7 @@ def make_model(row: Mapping[str, Any]) -> tuple[Any, Plain]:
 
 
 def plan_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the plan of a model, which splits heads and hidden features."""
+    """Returns a model's tensor-parallel plan: it splits attention heads and hidden features."""
     if row["model"] == "mlp":
         return {"*/up": Column(), "*/down": Row()}
     plan: dict[str, Any] = {f"*/attention/{name}": Column(-2) for name in ("query", "key", "value")}
@@ -124,7 +124,7 @@ def _plain_params(row: Mapping[str, Any], params: Tree) -> Tree:
             rank = next(r for g, r in targets["targets"].items() if fnmatch.fnmatchcase(module, g))
             kernel = flat[f"{module}/kernel"]
             multiply = functools.partial(jnp.tensordot, axes=1)
-            if a.ndim + b.ndim - 2 > kernel.ndim:  # Dim 0 of both counts the layers.
+            if a.ndim + b.ndim - 2 > kernel.ndim:  # In a scan, dim 0 of both counts the layers.
                 multiply = jax.vmap(multiply)
             product = multiply(a, b)
             flat[f"{module}/kernel"] = kernel + product * (targets["alpha"] / rank)
@@ -132,7 +132,7 @@ def _plain_params(row: Mapping[str, Any], params: Tree) -> Tree:
 
 
 def make_batches(row: Mapping[str, Any], number: int) -> list[dict[str, np.ndarray | Any]]:
-    """Makes batches: `inputs`, `labels` and maybe `mask`, as NumPy arrays."""
+    """Makes `number` batches of NumPy arrays: `inputs`, `labels`, and `mask` for some losses."""
     random = np.random.default_rng(row["data_seed"])
     size, length, kind = row["batch"], row["length"], row["model"]
     shapes = {"mlp": (FEATURES,), "nnx_mlp": (FEATURES,), "conv": (6, 6, 3), "rnn": (5, 4)}
@@ -150,7 +150,7 @@ def make_batches(row: Mapping[str, Any], number: int) -> list[dict[str, np.ndarr
         batch = {"inputs": inputs, "labels": labels.astype(np.int32)}
         if row["loss"] == "masked":
             mask = random.random(labels.shape) > 0.3
-            mask[size // 4 : size // 2 + 1] = False  # The mask leaves some devices no examples.
+            mask[size // 4 : size // 2 + 1] = False  # So some devices have no examples.
             batch["mask"] = mask.astype(np.float32)
         elif row["loss"] == "weights":
             batch["mask"] = random.uniform(0.2, 3, labels.shape).astype(np.float32)
@@ -169,7 +169,7 @@ def _among_all(out: Any, labels: Any, *, is_plain: bool) -> tuple[jax.Array, jax
 
 
 def make_loss(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Any]:
-    """Makes the loss function of a description; the plain one supports no split vocabulary."""
+    """Makes the loss function of a description; with `is_plain` the one for one device."""
     kind, extras = row["loss"], row["loss_extras"]
 
     def loss_fn(params: Any, apply_fn: Any, batch: Any, rng: Any) -> Any:

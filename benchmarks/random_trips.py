@@ -1,7 +1,9 @@
-"""Moves a state of `random_programs` to another program, and compares the result.
+"""Moves a state of `random_programs` to another program, and compares the two states.
 
-Parameters and other variables must keep their bits. The optimizer's state must keep its bits too,
-except with `init_from`. Some states then take a step, which is compared like all steps.
+A state moves by `adopt`, a checkpoint, serialized bytes, files of published models, adapter files,
+or `init_from`. Parameters and other variables must keep their bits. With the first three ways, the
+optimizer's state must keep its bits too. Some states then train a step in the other program, which
+is compared like all steps.
 """
 
 import tempfile
@@ -18,12 +20,12 @@ from benchmarks.random_comparison import WrongError, check_same_bits
 from benchmarks.random_reference import flatten, unflatten
 from manualpar.training.checkpoints import Checkpoints
 
-# Options that must be the same in both programs; the other options are drawn again.
+# Options that the other program takes over; its other options are drawn.
 SHARED = "param_dtype frozen_dtype gather_dtype rules sync_collections axis_aliases nonfinite"
 
 
 def travel(check: Any, program: Any, state: Any, optimizer: Any, number: int) -> None:
-    """Moves a state to another program, and compares the new state."""
+    """Moves a state to the program that the description draws, and compares the new state."""
     trip = check.row["trip"]
     kind, what = trip["kind"], f"trip by {trip['kind']}"
     options = {k: check.options[k] for k in SHARED.split() if k in check.options}
@@ -41,7 +43,7 @@ def travel(check: Any, program: Any, state: Any, optimizer: Any, number: int) ->
     with tempfile.TemporaryDirectory() as folder:
         moved = _move(check, program, state, other, Path(folder))
     after, variables = check.whole(other, moved)
-    if kind == "adapters":  # The other program has other base weights.
+    if kind == "adapters":  # The file has only the adapters' weights.
         params = {path: x for path, x in params.items() if "lora_" in path}
     if kind == "files" and options.get("frozen_dtype") == "bfloat16":
         # Dequantizing in bfloat16 and quantizing again changes a few codes by one.
@@ -89,7 +91,7 @@ def _move(check: Any, program: Any, state: Any, other: Any, folder: Path) -> Any
 
 
 def _check_merged(check: Any, program: Any, state: Any) -> None:
-    """Compares merged kernels, which contain their adapters."""
+    """Compares the kernels of `merge_lora` with kernels that the reference merges."""
     params, _ = check.whole(program, state)
     plain = flatten(check.plain.to_plain(unflatten(params)))
     merged = flatten(jax.device_get(manualpar.merge_lora(program, state)))

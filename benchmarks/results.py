@@ -28,8 +28,8 @@ class Conditions:
       versions: The versions of Python and of the installed packages.
       processor: The name that the machine's processor reports.
       cores: The number of cores that this process may use.
-      load: The machine's load averages over 1, 5 and 15 minutes at the beginning, which other
-        processes caused.
+      load: The machine's load averages over 1, 5 and 15 minutes before the measurement, which only
+        other processes have caused.
     """
 
     command: str
@@ -50,7 +50,7 @@ class Conditions:
 
 
 def note_conditions(module: str, argv: Sequence[str] | None) -> Conditions:
-    """Records the conditions; call it before all other work.
+    """Records the conditions of a measurement; call it before all other work.
 
     Args:
       module: The module that runs, such as `"benchmarks.step_time"`.
@@ -88,9 +88,10 @@ def write_results(
     Args:
       conditions: The conditions of the measurement, which the JSON file contains.
       lines: The report in Markdown; the first line is its heading.
-      data: The results as values; a fraction becomes an integer or a float.
-      output: A Markdown file, in which the report is one section.
-      json_output: A JSON file.
+      data: The results for the JSON file; a `Fraction` becomes an integer or a float.
+      output: A Markdown file; the report replaces its section with the same heading. `None` for no
+        file.
+      json_output: The JSON file; `None` for no file.
     """
     if output:
         write_section(output, "\n".join(lines))
@@ -101,12 +102,12 @@ def write_results(
 
 
 def plain(x: Any) -> Any:
-    """Converts a value that JSON lacks to a JSON value; for `json.dumps`."""
+    """Converts a fraction or a dataclass for `json.dumps(default=plain)`."""
     if isinstance(x, Fraction):
         return int(x) if x.denominator == 1 else float(x)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return dataclasses.asdict(x)
-    raise TypeError(f"write_results: {x!r} is no value that JSON has.")
+    raise TypeError(f"write_results: {x!r} has no form in JSON.")
 
 
 def _processor() -> str:

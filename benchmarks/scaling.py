@@ -1,19 +1,20 @@
-"""Measures how a step grows with devices and depth: memory, bytes, program, compile time, overhead.
+"""Measures how the costs of a training step grow with the number of devices and of layers.
 
 python -m benchmarks.scaling [--devices 1 2 4 8] [--depths 2 4 8 16] [--workloads lm-scanned mlp]
     [--strategies fsdp dp] [--seconds 0.3] [--rounds 7] [--tiny] [--output FILE.md]
     [--json FILE.json]
 
-Strong scaling: the global batch stays the same, and each device gets a smaller part. Weak scaling:
-each device's part stays the same. Stored bytes, sent bytes, operations and HLO instructions are
+The costs are stored bytes, sent bytes, the size of the program, compile time, and overhead. With
+*strong* scaling the global batch stays the same, so that each device gets a smaller part. With
+*weak* scaling each device's part stays the same. Bytes, operations and HLO instructions are
 counted, and are the same in every run; seconds are not. Simulated devices share the cores of one
-machine, so no step becomes faster. Overhead is the time of a step divided by the time of one device
-with the same global batch: the median over rounds in which both run a block of steps (`turns`).
-Overhead 1 means that sharding costs nothing here.
+machine, so no step becomes faster with more devices. The overhead is the time of a step divided by
+the time of a step on one device with the same global batch. It is the median over rounds in which
+both run a block of steps (`turns`). An overhead of 1 means that sharding costs nothing here.
 
-Depth: if layers are scanned, the compiler sees one layer, so the number of operations must not grow
-with depth. With unrolled layers this number grows. The exit code is 1 if a scanned model's
-operations grow.
+If layers are scanned, the compiler sees one layer, so the number of operations in the program must
+not grow with the number of layers (the depth). With unrolled layers this number grows. The exit
+code is 1 if the program of a scanned model grows.
 """
 
 import argparse
@@ -45,7 +46,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A workload on some devices.
+    """The results for one workload under one strategy on some number of devices.
 
     Attributes:
       scaling: `"strong"` or `"weak"`.
@@ -54,7 +55,7 @@ class Point:
       batch_size: The size of the global batch.
       counts: The counts of the compiled step.
       traced: Bytes that a device sends in the traced program.
-      formula: The closed form of the bytes for parameters and gradients.
+      formula: Bytes that a device sends for parameters and gradients, by the closed form.
       overhead: The time of a step divided by the step time of one device with the same batch.
     """
 
@@ -70,7 +71,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Depth:
-    """A language model of some depth.
+    """The results for a language model of some depth on some number of devices.
 
     Attributes:
       layers: The number of layers.
@@ -90,7 +91,7 @@ class Depth:
 
 
 def build(workload: Workload, strategy: Strategy, num_devices: int, *, mode: Any) -> Program:
-    """Builds a program on the first devices."""
+    """Builds a workload's program on the first `num_devices` devices."""
     options: dict[str, Any] = {
         "mesh": make_mesh({"data": num_devices}, jax.devices()[:num_devices]),
         "batch": workload.abstract_batch,
@@ -119,7 +120,7 @@ def measure_scaling(
         for number in devices:
             size = whole if scaling == "strong" else whole * number // most
             workload = make_workload(name, is_tiny=is_tiny, batch_size=size)
-            # Plain jit on one device, without communication.
+            # In mode `auto` on one device, the program is plain jit without communication.
             one = of_program(build(workload, "dp", 1, mode="auto"), workload.batch)
             steps = {"one": one}
             programs = {}
@@ -147,7 +148,7 @@ def measure_scaling(
 def time_steps(
     steps: dict[str, CompiledStep], *, seconds: float, rounds: int
 ) -> dict[str, list[float]]:
-    """Times blocks of steps in turn; returns the seconds of each block."""
+    """Times blocks of steps in turn; returns the seconds of each block by the name of the step."""
     slowest = max(step.block(2) for step in steps.values()) / 2
     blocks = {name: step.block for name, step in steps.items()}
     return take_turns(blocks, steps=max(1, math.ceil(seconds / slowest)), rounds=rounds)
@@ -166,7 +167,7 @@ def measure_depths(
             for layers in depths:
                 workload = make_workload("lm-scanned" if is_scanned else "lm", is_tiny=is_tiny)
                 assert isinstance(workload.model, Transformer)
-                # Initial values do not matter here, so their scale need not follow the depth.
+                # `clone` keeps the scale of initial values, which does not matter for counts.
                 model = workload.model.clone(num_layers=layers)
                 workload = dataclasses.replace(workload, model=model)
                 program = build(workload, "fsdp", number, mode="manual")
@@ -190,7 +191,7 @@ def _parts(program: Program) -> Any:
 
 
 def growing(depths: Sequence[Depth]) -> list[str]:
-    """Returns a sentence for each scanned model whose program grows with depth."""
+    """Returns a sentence for each number of devices on which a scanned program grows with depth."""
     scanned = [each for each in depths if each.is_scanned]
     sentences = []
     for number in sorted({each.devices for each in scanned}):
@@ -205,7 +206,7 @@ def growing(depths: Sequence[Depth]) -> list[str]:
 
 
 def report_scaling(name: str, points: Sequence[Point], *, is_tiny: bool) -> list[str]:
-    """Makes the tables of a workload."""
+    """Makes the tables of strong and weak scaling of a workload."""
     header = [
         "",
         "devices",
@@ -242,7 +243,7 @@ def report_scaling(name: str, points: Sequence[Point], *, is_tiny: bool) -> list
 
 
 def report_depths(depths: Sequence[Depth]) -> list[str]:
-    """Makes the table of depths."""
+    """Makes the table of depths, and the sentences of `growing`."""
     header = [
         "layers",
         "devices",
@@ -282,10 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--depths", type=int, nargs="*", default=[2, 4, 8, 16])
     parser.add_argument("--workloads", nargs="*", choices=NAMES, default=["lm-scanned", "mlp"])
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--seconds", type=float, default=0.3, help="that a block takes")
+    parser.add_argument("--seconds", type=float, default=0.3, help="length of a timed block")
     parser.add_argument("--rounds", type=int, default=7, help="of blocks")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
-    parser.add_argument("--output", type=Path, help="a Markdown file, for a section of its own")
+    parser.add_argument("--output", type=Path, help="Markdown file that gets a section")
     parser.add_argument("--json", type=Path, help="a JSON file")
     arguments = parser.parse_args(argv)
     devices = sorted(set(arguments.devices))

@@ -1,4 +1,4 @@
-"""Compares a training step of this package with XLA's, the notebook's, and one device's step.
+"""Times training steps of this package, and compares them with `jit`, the notebook and one device.
 
 python -m benchmarks.step_time [--workloads classifier lm lm-scanned lm-wide mlp] [--programs ...]
     [--devices 8] [--seconds 0.5] [--rounds 15] [--batch_size 0] [--tiny]
@@ -6,15 +6,15 @@ python -m benchmarks.step_time [--workloads classifier lm lm-scanned lm-wide mlp
 
 Every program trains the same model from the same parameters on the same global batch. The programs
 are: FSDP in each mode; FSDP in mode `manual` with other options, and with layers that are split
-over a second axis; the notebook's way (`notebook_way`); and one device. First each program runs
-three steps, whose losses must equal those of one device. Then the programs are timed in turn, in
-short blocks (`turns`). The result is the ratio to mode `manual` in the same round, as a median with
-an interval: a ratio above 1 is slower. If other programs use the machine, look at the ratio of
-processor time, which counts all threads. Bytes and collectives of the compiled step explain the
-ratios.
+over a second axis; the step in the style of the notebook (`notebook_way`); and the step on one
+device. First each program runs three steps, whose losses must equal the losses on one device. Then
+the programs are timed in turn, in short blocks (`turns`). A program's result is its time divided by
+the time of FSDP in mode `manual` in the same round, as a median with an interval: a ratio above 1
+is slower. If other programs use the machine, look at the ratio of processor time, which counts all
+threads. Bytes and collectives of the compiled step explain the ratios.
 
 Simulated devices share the cores of one machine, and a collective between them is a copy. So the
-ratio of one device shows the cost of sharding here, not a speed-up.
+ratio of one device shows what sharding costs on this machine, and no speed-up.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from manualpar.inspect import total_bytes, total_step_bytes, trace_collectives
 from manualpar.training.devices import simulate_devices
 
 MANUAL, NOTEBOOK, ONE_DEVICE = "manual", "notebook", "one device"
-# The options of `fsdp` that make a program, by its name.
+# The options of `fsdp` for each program, by the program's name.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     MANUAL: {},
     "manual, kept": {"reshard_after_forward": False},
@@ -48,7 +48,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "auto-unconstrained": {"mode": "auto-unconstrained"},
     "explicit": {"mode": "explicit"},
 }
-# The devices along the axis `model`, over which layers are split, by the program's name.
+# The number of devices over which layers are split (along the axis `model`), by program name.
 SPLIT: Mapping[str, int] = {f"manual, split over {size}": size for size in (2, 4, 8)}
 PROGRAMS = (*OPTIONS, *SPLIT, NOTEBOOK, ONE_DEVICE)
 # The allowed difference of losses, because programs add sums in different orders.
@@ -66,12 +66,12 @@ class Row:
       step: The compiled step with its counts.
       loss_difference: The largest distance of a loss from the loss on one device.
       seconds: The seconds of a step, by round.
-      ratio: The median of a step's time divided by mode manual's time in the same round.
+      ratio: A step's time divided by the time of program `manual` in the same round.
       processor: Processor seconds of a step, for all threads, by round.
       processor_ratio: Like `ratio`, for processor time.
       traced: Bytes that a device sends in the traced program; `None` if XLA adds collectives.
-      formula: The closed form of `step_bytes`, for parameters and gradients; `None` if there is
-        none.
+      formula: Bytes that a device sends for parameters and gradients, by the closed form
+        `step_bytes`; `None` if the program has no closed form.
     """
 
     program: str
@@ -86,7 +86,7 @@ class Row:
 
 
 def build(workload: Workload, name: str, num_devices: int) -> Program:
-    """Builds one of `PROGRAMS`, except the notebook's program."""
+    """Builds the program called `name` in `PROGRAMS`; the notebook's program is not built here."""
     options: dict[str, Any] = {
         "batch": workload.abstract_batch,
         "num_minibatches": workload.num_minibatches,
@@ -100,8 +100,8 @@ def build(workload: Workload, name: str, num_devices: int) -> Program:
     devices = jax.devices()[:num_devices]
     if name in SPLIT:
         mesh = make_mesh({"data": -1, "model": SPLIT[name]}, devices)
-        # A device's part of a split weight is small, so the gathered part is kept for the backward
-        # pass.
+        # A device needs only its part of a split weight, which is small. So it keeps the gathered
+        # part for the backward pass.
         options |= {"mesh": mesh, "reshard_after_forward": False}
         return fsdp(workload.split_model, workload.tx, workload.loss_fn, **options)
     options |= {"mesh": make_mesh({"data": num_devices}, devices), **OPTIONS[name]}
@@ -111,7 +111,7 @@ def build(workload: Workload, name: str, num_devices: int) -> Program:
 def compile_all(
     workload: Workload, programs: Sequence[str], *, num_devices: int, report: Callable[[str], None]
 ) -> tuple[dict[str, CompiledStep], dict[str, Program]]:
-    """Compiles steps.
+    """Compiles the steps of some programs.
 
     Args:
       workload: The workload to train.
@@ -150,9 +150,9 @@ def measure(
 
     Args:
       workload: The workload to train.
-      programs: The names of the programs, including mode manual and the single device.
+      programs: The names of the programs, which include `manual` and `one device`.
       num_devices: The number of devices.
-      seconds: The approximate seconds of a block in mode manual.
+      seconds: The approximate seconds of a block of program `manual`.
       rounds: The number of blocks of each program.
       report: Called with lines of progress.
 
@@ -220,7 +220,7 @@ def _traced(program: Program) -> float:
 
 
 def report_workload(workload: Workload, rows: Sequence[Row], *, num_steps: int) -> list[str]:
-    """Makes the report's section on a workload."""
+    """Makes the part of the report about one workload."""
     header = [
         "",
         "ms a step",
@@ -299,7 +299,7 @@ def _kib(size: float | None) -> str:
 
 
 def _plain(workload: Workload, rows: Sequence[Row], num_steps: int) -> dict[str, Any]:
-    """Converts a workload's results to plain values."""
+    """Converts a workload's results to values that JSON can represent."""
     return {
         "workload": workload.name,
         "words": workload.words,
@@ -326,18 +326,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--devices", type=int, help="CPU devices to simulate")
-    parser.add_argument("--seconds", type=float, default=0.5, help="that a block takes")
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of a timed block")
     parser.add_argument("--rounds", type=int, default=15, help="of blocks")
     parser.add_argument("--batch_size", type=int, default=0, help="0: the workload's own")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
-    parser.add_argument("--output", type=Path, help="a Markdown file, for a section of its own")
+    parser.add_argument("--output", type=Path, help="Markdown file that gets a section")
     parser.add_argument("--json", type=Path, help="a JSON file")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds is {arguments.rounds}, expected at least 1.")
     conditions = note_conditions("benchmarks.step_time", argv)
     simulate_devices(arguments.devices)
-    # The two programs that the others are compared with always run.
+    # These two always run, because all other programs are compared with them.
     programs = [p for p in PROGRAMS if p in (*arguments.programs, MANUAL, ONE_DEVICE)]
     num_devices = len(jax.devices())
     lines, data = introduction(conditions, num_devices), []
@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(part), flush=True)
         lines += part
         data.append(_plain(workload, rows, num_steps))
-        write_results(  # An interrupted run keeps its results.
+        write_results(  # So an interrupted command has results.
             conditions,
             lines=lines,
             data={"devices": num_devices, "workloads": data},

@@ -1,4 +1,4 @@
-"""Trains a transformer with PyTorch's FSDP2 and `torch.compile`, in a process of `gpu`.
+"""Trains a transformer with PyTorch's FSDP2 and `torch.compile`, for `benchmarks.gpu`.
 
 The training follows torchtitan: every layer is compiled and then sharded, parameters are gathered
 in the dtype of the computation, gradients are reduced in float32, and on a GPU attention is the
@@ -25,12 +25,12 @@ class CompiledTraining:
     """A compiled and sharded model, its optimizer and this process's part of a batch."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Joins the other processes and makes the model.
+        """Connects to the other processes, and makes the model and the optimizer.
 
         Args:
-          settings: See `ProcessGroup`; also `shape`, see `TorchTransformer`; `files`, the path of
-            the parameters and the batch; `dtype` of the computation; `optimizer`; and the `backend`
-            of `torch.compile`.
+          settings: The settings that `ProcessGroup` adds; `shape`, see `TorchTransformer`; `files`,
+            the path of the file with parameters and batch; `dtype`, of the computation;
+            `optimizer`, the arguments of AdamW; and `backend`, of `torch.compile`.
         """
         rank, count = settings["process"], settings["num_processes"]
         is_gpu = torch.cuda.is_available()
@@ -70,7 +70,7 @@ class CompiledTraining:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=is_gpu, **optimizer)
 
     def losses(self, steps: int) -> Mapping[str, Any]:
-        """Runs steps; returns the loss of the global batch in each step."""
+        """Runs `steps` steps; returns the loss of the global batch in each step."""
         losses = []
         with self._kernel():
             for _ in range(steps):
@@ -80,7 +80,7 @@ class CompiledTraining:
         return {"losses": losses}
 
     def block(self, steps: int) -> Mapping[str, Any]:
-        """Runs steps when all processes are ready; returns the seconds."""
+        """Waits until all processes are ready, and runs `steps` steps; returns their seconds."""
         dist.barrier()
         self._wait()
         started = time.perf_counter()
@@ -118,7 +118,7 @@ def _cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 def main() -> None:
-    """Serves tasks until the input ends."""
+    """Runs the tasks of `benchmarks.gpu` until standard input ends."""
     training = CompiledTraining(read_settings())
     serve({name: getattr(training, name) for name in ("losses", "block", "memory")})
     dist.destroy_process_group()

@@ -66,11 +66,12 @@ class TorchTransformer(nn.Module):
     """A causal language model."""
 
     def __init__(self, shape: Mapping[str, Any]) -> None:
-        """Makes parameters with PyTorch's default values; `load` replaces them.
+        """Makes parameters with PyTorch's initial values, which `load` replaces.
 
         Args:
-          shape: The fields of the `Transformer` of these names: `vocab_size`, `num_layers`,
-            `hidden_size`, `num_heads`, `num_kv_heads`, `mlp_size`, `rope_base`; none is 0.
+          shape: The sizes, under the names that `manualpar.models.Transformer` gives them:
+            `vocab_size`, `num_layers`, `hidden_size`, `num_heads`, `num_kv_heads`, `mlp_size` and
+            `rope_base`. None of them is 0.
         """
         super().__init__()
         self.size = shape["hidden_size"] // shape["num_heads"]
@@ -93,7 +94,7 @@ class TorchTransformer(nn.Module):
 
 
 def rotate(x: Any, sin: Any, cos: Any) -> Any:
-    """Rotates pairs of features of `[B, N, S, H]`, feature `i` paired with `i + H/2`."""
+    """Rotates pairs of features of `[B, N, S, H]`; features `i` and `i + H/2` are a pair."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -123,7 +124,7 @@ def load(model: TorchTransformer, params: Mapping[str, np.ndarray]) -> None:
 
 
 def _path_of(name: str) -> tuple[str, bool]:
-    """Returns a parameter's path in the `Transformer`, and whether it is a product's weight."""
+    """Returns a parameter's path in the `Transformer`, and whether it is a kernel (a matrix)."""
     parts = name.split(".")
     if parts[0] == "layers":
         parts = [f"layer_{parts[1]}", *parts[2:]]

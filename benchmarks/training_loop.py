@@ -1,11 +1,12 @@
-"""Measures the costs of training other than steps: Python, checkpoints, resuming.
+"""Measures what a training run costs in addition to its steps: Python, checkpoints, resuming.
 
 python -m benchmarks.training_loop [--config configs/fsdp.py configs/fsdp_lm.py] [--steps N]
     [--seconds 0.7] [--rounds 7] [--processes 3] [--devices N] [--output FILE.md]
 
-The compared loops run in turn, in short blocks. A result is the median of the ratios within a
-round, with an interval that contains the true median in at least 95 of 100 cases (see `turns`).
-Programs, data, checkpoints and files are the same as in a run of the config. The default takes five
+A *bare* loop only calls the training step; the training loop is the loop of a run. The loops run in
+turn, in short blocks. A result is the median of the ratios of two loops in the same round, with an
+interval that contains the true median in at least 95 of 100 cases (see `turns`). Programs, data,
+checkpoints and files are the same as in a run of the config. Without flags the command takes five
 minutes on two cores; run it on an idle machine.
 """
 
@@ -47,14 +48,14 @@ LOOP_BAR = "loop, one batch, a bar in a terminal"
 BARE_PIPELINE = "bare, the data pipeline"
 LOOP_PIPELINE = "loop, the data pipeline"
 
-# The fewest and the most calls for timing one call.
+# How often a call of the step is timed, at least and at most.
 FEWEST_CALLS, MOST_CALLS = 12, 200
 # The number of steps that are timed to choose the length of a block.
 TRIAL = 4
 
 
 def measure_loops(bench: Bench, *, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Measures the seconds of blocks of `steps` steps, by the name of the loop."""
+    """Times blocks of `steps` steps; returns the seconds of each block, by the name of the loop."""
     program = bench.program
     blocks: Mapping[str, Block] = {
         BARE: functools.partial(bench.bare, bench.compiled),
@@ -69,7 +70,7 @@ def measure_loops(bench: Bench, *, steps: int, rounds: int) -> dict[str, list[fl
 
 
 def measure_calls(bench: Bench, *, calls: int) -> dict[str, list[float]]:
-    """Measures the seconds until a call of the step returns, on idle devices."""
+    """Measures the seconds until a call of the step returns, before its results are ready."""
     functions = {
         BARE: bench.compiled,
         BARE_JIT: bench.jitted,
@@ -86,7 +87,7 @@ def measure_calls(bench: Bench, *, calls: int) -> dict[str, list[float]]:
 
 
 def steps_for(bench: Bench, seconds: float) -> int:
-    """Returns how many steps take `seconds`."""
+    """Returns how many steps of a bare loop take `seconds`."""
     bench.bare(bench.compiled, TRIAL)
     return max(TRIAL, round(seconds * TRIAL / bench.bare(bench.compiled, TRIAL)))
 
@@ -141,7 +142,7 @@ def report_saving(bench: Bench, *, steps: int, rounds: int) -> list[str]:
             _show(blocked, 1e3, ".0f"),
             _show(background, 1e3, ".0f") if background else "",
             _show(lost, 1, ".1f"),
-            # The share of a run's time, not of its steps' time.
+            # A share of all the time of a run, including the saves themselves.
             f"{lost.median / (every + lost.median):.2%}" if every else "never saved",
         ]
         for name, (lost, blocked, background) in kinds.items()
@@ -238,15 +239,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, nargs="+", default=CONFIGS)
     parser.add_argument(
-        "--steps", type=int, default=0, help="of a block; 0: as many as fill it, or outlast a save"
+        "--steps", type=int, default=0, help="of a block; 0: by --seconds and the time of a save"
     )
-    parser.add_argument("--seconds", type=float, default=0.7, help="that the steps of a block fill")
+    parser.add_argument("--seconds", type=float, default=0.7, help="length of a timed block")
     parser.add_argument("--rounds", type=int, default=7, help="of blocks")
-    parser.add_argument("--processes", type=int, default=3, help="to start of each kind; 0: none")
+    parser.add_argument("--processes", type=int, default=3, help="fresh and resumed ones to start")
     parser.add_argument("--devices", type=int, help="CPU devices to simulate")
-    parser.add_argument(
-        "--output", type=Path, help="a Markdown file to write to, in a section of its own"
-    )
+    parser.add_argument("--output", type=Path, help="Markdown file that gets a section")
     arguments = parser.parse_args(argv)
     if arguments.steps < 0 or arguments.steps == 1:
         parser.error(f"--steps is {arguments.steps}, expected at least 2, or 0.")
@@ -261,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for part in measure_config(config, arguments):
                 print("\n".join(part), flush=True)
                 lines += part
-                if arguments.output:  # An interrupted run keeps its results.
+                if arguments.output:  # So an interrupted command has results.
                     write_section(arguments.output, "\n".join(lines))
         except UsageError as error:
             parser.error(str(error))

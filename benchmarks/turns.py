@@ -1,10 +1,10 @@
 """Times blocks in turn, and estimates the ratios of their times.
 
-Other work on the machine slows down all programs for a moment. So short blocks of each program
-follow each other in rounds, in the opposite order in every second round, and only ratios within a
-round count. The result is the median of the ratios with an interval. The interval depends only on
-the order of the ratios: for any distribution it contains the true median in at least 95 of 100
-cases.
+A block is a number of steps of one program. Other work on the machine slows down all programs for a
+moment. So in each round every program runs one short block; every second round has the opposite
+order. Only ratios of times within a round are used. The result is the median of the ratios with an
+interval. The ends of the interval are two of the sorted ratios. Whatever the distribution of the
+ratios, the interval contains the true median in at least 95 of 100 cases.
 """
 
 import math
@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-OUTSIDE = 0.025  # The probability that the true median is below the interval; the same above it.
+OUTSIDE = 0.025  # The largest probability that the true median is below the interval, or above.
 
 # Runs the given number of steps and returns their seconds.
 Block = Callable[[int], float]
@@ -40,16 +40,16 @@ def estimate(values: Iterable[float]) -> Estimate:
     """Returns the median of values, and its interval.
 
     Args:
-      values: At least one value. With fewer than six values the interval, from the least to the
-        greatest value, contains the true median in fewer than 95 of 100 cases: 94 for five values,
-        then 88, 75, 50, and 0 for one value.
+      values: At least one value. With fewer than six values the interval goes from the least to the
+        greatest value, and contains the true median in fewer than 95 of 100 cases: 94 with five
+        values, 88 with four, 75 with three, 50 with two, and 0 with one.
 
     Returns:
       The median and the interval.
     """
     ordered = sorted(values)
     count = len(ordered)
-    # The number of values below the true median is distributed like the heads of fair coins.
+    # Each value is below the true median with probability 1/2, so their number is binomial.
     left_out, tail = 0, 0.5**count
     while tail <= OUTSIDE:
         left_out += 1
@@ -62,7 +62,7 @@ def take_turns(blocks: Mapping[str, Block], *, steps: int, rounds: int) -> dict[
     """Times blocks in turn.
 
     Args:
-      blocks: The blocks to time, by name.
+      blocks: Functions that run a block of steps and return its seconds, by name.
       steps: The number of steps in a block.
       rounds: The number of blocks of each name, after a first block that is not counted.
 
@@ -79,7 +79,7 @@ def take_turns(blocks: Mapping[str, Block], *, steps: int, rounds: int) -> dict[
 
 
 def ratios(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Returns the times divided by the base's times in the same rounds."""
+    """Returns `seconds` divided by `base`, round by round."""
     return [x / y for x, y in zip(seconds, base, strict=True)]
 
 

@@ -3,7 +3,7 @@
 A workload is a model with a loss, an optimizer and one batch, which all compared programs use. All
 workloads compute in float32, because a CPU is fast only in this precision. They have no dropout, so
 that losses can be compared with one device. They do not clip gradients, because an optimizer that
-runs on shards, like the notebook's, would clip by the norm of a shard.
+updates shards, as in the notebook, would clip by the norm of a shard.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from manualpar.training.optimizer import adamw
 
 NAMES = ("classifier", "lm", "lm-scanned", "mlp", "lm-wide")
 FEATURES, CLASSES = 784, 10
-# The language model's optimizer, for other libraries.
+# The arguments of the language model's AdamW, also for PyTorch.
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
 
 
@@ -42,8 +42,8 @@ class Workload:
       batch: A global batch of random numbers, on the host.
       num_minibatches: The number of minibatches in a device's share of the batch.
       min_weight_size: Parameters with fewer elements are not sharded.
-      split_model: The model with layers split over the mesh axis `model`; `None` if eight devices
-        cannot divide them.
+      split_model: The model with its layers split over the mesh axis `model`; `None` if the layers
+        cannot be divided among eight devices.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def abstract_batch(self) -> Batch:
-        """The batch's shapes."""
+        """The batch as shapes and dtypes."""
         shapes: Batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, self.batch))
         return shapes
 
@@ -72,7 +72,7 @@ def make_workload(name: str, *, is_tiny: bool = False, batch_size: int = 0) -> W
         the language model `lm-wide` have few rows per device for their width, so that
         communication is a large part of the time.
       is_tiny: Whether the model is so small that it compiles fast, to test the benchmarks.
-      batch_size: Examples of a batch; 0 for the workload's own number.
+      batch_size: The number of examples in a batch; 0 for the workload's default.
 
     Returns:
       The workload.
@@ -107,7 +107,7 @@ def _classifier(
     plan: dict[str, Column | Row] = {
         name: Row() if index % 2 else Column() for index, name in enumerate(hidden)
     }
-    if layers % 2:  # The last hidden layer's features are split.
+    if layers % 2:  # Then the last hidden layer is split by columns.
         plan["output_dense"] = Row()
     return Workload(
         name=name,

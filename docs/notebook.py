@@ -1,9 +1,9 @@
-"""Makes a notebook of a page whose code runs.
+"""Makes a Jupyter notebook from a page of `docs/`.
 
     python -m docs.notebook docs/fsdp.md --to=fsdp.ipynb
 
-What stands between two blocks of `python` becomes a cell of text. The output that the page shows is
-left out, because the notebook makes its own.
+Each block of `python` becomes a code cell, and the text between two blocks becomes a text cell. The
+notebook does not contain the output that the page shows, because its code prints the output again.
 """
 
 import argparse
@@ -15,23 +15,24 @@ from docs.run import read_blocks
 from manualpar.errors import OneSentenceParser, require
 from manualpar.system.storage.untrusted import read_file
 
-# The first lines of a page say how to run it as one.
+# The block in a page that says how to run the page, which a notebook does not need.
 _HOW_TO_RUN = re.compile(r"^```\npython -m docs\.run .*\n```\n", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]*\)")
 
 
 def make_notebook(text: str) -> str:
-    """A notebook, as the JSON of a file, of the text of a page.
+    """Returns the content of an `.ipynb` file for the Markdown text of a page.
 
     Raises:
-      ValueError: The page has a block of `bash` or a picture, which a notebook elsewhere lacks.
+      ValueError: The page has a block of `bash` or a picture; a notebook outside of the repository
+        lacks the files that these need.
     """
     require("a notebook", "nbformat")
     import nbformat
 
     blocks = read_blocks(text)
     if "![" in text or any(block.language != "python" for block in blocks):
-        raise ValueError("the page has blocks of bash or pictures, expected python alone")
+        raise ValueError("the page has blocks of bash or pictures, expected only blocks of python")
     new, cells, end = nbformat.v4, [], 0
     for block in blocks:
         start = text.index(f"```python\n{block.code}", end)
@@ -41,24 +42,24 @@ def make_notebook(text: str) -> str:
         end = text.index("```\n", end) + 4
     cells += _text_cells(text[end:])
     for number, cell in enumerate(cells):
-        cell["id"] = f"cell-{number}"  # The same page makes the same file.
+        cell["id"] = f"cell-{number}"  # Not random, so a page always gives the same file.
     return nbformat.writes(new.new_notebook(cells=cells)) + "\n"
 
 
 def _text_cells(text: str) -> list[dict[str, object]]:
     import nbformat
 
-    # Other pages are not beside a notebook.
+    # Links to other pages become plain text, because a notebook is used without these pages.
     text = _LINK.sub(r"\1", _HOW_TO_RUN.sub("", text)).strip()
     return [nbformat.v4.new_markdown_cell(text)] if text else []
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes a notebook; returns the exit code."""
+    """Writes the notebook of a page; returns the exit code."""
     parser = OneSentenceParser(prog="python -m docs.notebook", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("page", type=Path, help="a Markdown file")
-    parser.add_argument("--to", type=Path, help="the file to write, by default beside the page")
+    parser.add_argument("--to", type=Path, help="the file to write (default: next to the page)")
     flags = parser.parse_args(argv)
     try:
         notebook = make_notebook(read_file(flags.page, follow_links=True).decode())

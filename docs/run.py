@@ -1,15 +1,16 @@
-"""Runs the code of a page, block by block, and compares what it prints with what the page shows.
+"""Runs the code blocks of a page, and compares their output with the output that the page shows.
 
-    python -m docs.run docs/three_modes.md            # shows each block and what it prints
-    python -m docs.run docs/three_modes.md --check    # fails if the page shows something else
+    python -m docs.run docs/three_modes.md            # prints each block and its output
+    python -m docs.run docs/three_modes.md --check    # fails if the page shows other output
     python -m docs.run docs/three_modes.md --write    # writes the output into the page
 
-A page is Markdown. Its blocks of `python` run one after the other in one program, and its blocks of
-`bash` in the folder of the repository. The environment variable `WORK` names an empty folder for
-both. A block of `text` that follows a block shows what that prints. `...` in it stands for
-anything, and stays there when the page is written again if the rest still fits. The code of a page
-draws its pictures, each into `$WORK` under the name that it has in the page, but for those in
-`measured/`: they show measurements that are finished.
+A page is a Markdown file. Its blocks of `python` run one after the other in one program. Its blocks
+of `bash` run in the root folder of the repository. The environment variable `WORK` names an empty
+folder to which both may write. If a block of `text` follows a block that runs, it shows the output
+of that block. In it, `...` stands for any text. `--write` does not change a block of `text` that
+matches the output, so its `...` stays. The code of a page must draw the page's pictures: it writes
+each to `$WORK`, under the name that the picture has in the page. Pictures in `measured/` are not
+drawn, because they show finished measurements.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from manualpar.errors import OneSentenceParser
 from manualpar.system.storage.untrusted import read_file
 
 ROOT = Path(__file__).parents[1]
-# A block that runs and the one that shows its output, with only white space between them.
+# A block that runs, and the block of `text` with its output, if only white space is between them.
 _BLOCK = re.compile(
     r"^```(?P<language>python|bash)\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<shown>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
@@ -45,10 +46,10 @@ class Block(NamedTuple):
 
     Attributes:
       language: `python` or `bash`.
-      code: What runs.
-      line: The line of the page on which the code begins.
-      shown: What the page shows as its output; `None` if there is no such block.
-      span: The positions of `shown` in the text of the page.
+      code: The source code of the block.
+      line: The number of the line of the page on which the code begins.
+      shown: The output that the page shows for this block; `None` if the page shows none.
+      span: The offsets of the start and the end of `shown` in the text of the page.
     """
 
     language: str
@@ -59,7 +60,7 @@ class Block(NamedTuple):
 
 
 def read_blocks(text: str) -> list[Block]:
-    """The blocks of a page that run, in order."""
+    """Returns the blocks of `python` and `bash` in the text of a page, in order."""
     return [
         Block(
             found["language"],
@@ -73,12 +74,12 @@ def read_blocks(text: str) -> list[Block]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether the output is what a page shows.
+    """Returns whether the output of a block matches the output that the page shows.
 
     Args:
-      shown: The text of a page. `...` stands for anything, and a decimal fraction for any that is
-        within 5% or 0.001 of it, because another machine rounds in another order.
-      printed: The output.
+      shown: The output that the page shows. `...` matches any text. A decimal fraction matches any
+        number within 5% or 0.001 of it, because another machine adds numbers in another order.
+      printed: The output of the block.
     """
     parts = re.split(rf"({_DECIMAL}|\.\.\.)", _tidy(shown))
     patterns = {part: ".*?" if part == "..." else f"({_DECIMAL})" for part in parts[1::2]}
@@ -92,18 +93,18 @@ def matches(shown: str, printed: str) -> bool:
 
 
 def run_blocks(page: Path, work: Path) -> Iterator[tuple[Block, str]]:
-    """Runs a page.
+    """Runs the blocks of a page.
 
     Args:
       page: The Markdown file.
-      work: An empty folder that its code may write to.
+      work: An empty folder to which the code of the page may write.
 
     Yields:
       Each block and its output.
 
     Raises:
       subprocess.CalledProcessError: A block of `bash` failed.
-      Exception: A block of `python` raised it.
+      Exception: Any error that a block of `python` raises.
     """
     environment = {**os.environ, "WORK": str(work), "PATH": _path_of_this_python()}
     os.environ["WORK"] = str(work)
@@ -117,7 +118,7 @@ def run_blocks(page: Path, work: Path) -> Iterator[tuple[Block, str]]:
             yield block, done.stdout
             continue
         out = io.StringIO()
-        padded = "\n" * (block.line - 1) + block.code  # A traceback names the page's own lines.
+        padded = "\n" * (block.line - 1) + block.code  # Tracebacks then show lines of the page.
         with contextlib.redirect_stdout(out):
             exec(compile(padded, str(page), "exec"), namespace)
         yield block, out.getvalue()
@@ -150,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
                 _print_difference(f"{flags.page}:{block.line}", block.shown, printed)
         drawn = [Path(work) / Path(name).name for name in _PICTURE.findall(text)]
         for picture in (picture for picture in drawn if not picture.exists()):
-            print(f"{flags.page}: nothing has drawn $WORK/{picture.name}", file=sys.stderr)
+            print(f"{flags.page}: no block writes $WORK/{picture.name}", file=sys.stderr)
             failures += 1
         if flags.write:
             for (start, end), printed in reversed(written):
@@ -164,12 +165,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tidy(text: str) -> str:
-    """The text without white space at the ends of its lines."""
+    """Removes white space from the ends of the lines of a text, and empty lines at its end."""
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
 
 def _path_of_this_python() -> str:
-    """A PATH on which `python` is the one that runs this."""
+    """Returns a `PATH` on which `python` is the interpreter of this process."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 

@@ -1,4 +1,4 @@
-"""Models, losses, batches and programs that are small, and that many tests train."""
+"""Small models, losses, batches and programs that many tests train."""
 
 import functools
 
@@ -10,7 +10,7 @@ import optax
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 
-# Ten steps of float32 in another order of summation.
+# The allowed difference after ten steps in float32, because devices add in another order.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
@@ -38,20 +38,20 @@ def loss_fn(params, apply_fn, batch, rng):
 
 
 def square_loss(params, apply_fn, batch, rng):
-    """The mean of squares."""
+    """Computes the mean squared error."""
     losses = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
     return losses.mean(), {"loss": (losses.sum(), losses.size)}
 
 
 def masked_square_loss(params, apply_fn, batch, rng):
-    """The mean of squares over what the mask, of weights perhaps, counts."""
+    """Computes the mean squared error with the weights in `batch.mask`."""
     losses = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
     total, count = (losses * batch.mask).sum(), batch.mask.sum()
     return total / jnp.where(count > 0, count, 1), {"loss": (total, count)}
 
 
 def class_loss(params, apply_fn, batch, rng):
-    """Cross entropy, without dropout."""
+    """Computes the mean cross entropy of a model without dropout."""
     logits = apply_fn({"params": params}, batch.inputs)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     return losses.mean(), {"loss": (losses.sum(), losses.size)}
@@ -101,13 +101,13 @@ def build(name, devices, *, model=None, tx=None, batch=BATCHES[0], loss=loss_fn,
 
 
 def keep_gradients():
-    """An optimizer whose state is the last gradient and which moves nothing."""
+    """Returns an optimizer whose state is the last gradient, and whose updates are zero."""
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
     return optax.GradientTransformation(zeros, lambda grads, state, params: (zeros(grads), grads))
 
 
 def own_shapes(program, params):
-    """Stored parameters without their padding."""
+    """Returns a program's stored parameters on the host, without their padding."""
     shapes = iter(info.shape for info, _ in program.parameters)
     return jax.tree.map(lambda x: x[tuple(map(slice, next(shapes)))], jax.device_get(params))
 

@@ -1,8 +1,8 @@
-"""What the site has besides the pages here: the reference, the project's own pages, notebooks.
+"""Adds pages to the site that are not in `docs/`: the reference, project pages, and notebooks.
 
 MkDocs calls these functions (https://www.mkdocs.org/user-guide/configuration/#hooks). The reference
-has a page for each room of the package, made of the docstrings of all its modules, so no name can
-be missing.
+has a page for each folder of the package. The page is made from the docstrings of all modules in
+the folder, so no public name can be missing.
 """
 
 import ast
@@ -17,7 +17,7 @@ from docs.notebook import make_notebook
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "manualpar"
-# Pages of the repository that are no page of docs/, and where they stand in the site.
+# Markdown files outside of `docs/` that are pages of the site, with their paths in the site.
 PROJECT_PAGES = {
     "benchmarks/README.md": "project/benchmarks.md",
     "CHANGELOG.md": "project/changelog.md",
@@ -25,13 +25,13 @@ PROJECT_PAGES = {
     "SECURITY.md": "project/security.md",
     "README.md": "index.md",
 }
-# Pages that are notebooks too.
+# Pages that can also be downloaded as notebooks.
 NOTEBOOKS = ("fsdp", "three_modes")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Adds the rooms of the package to the navigation."""
+    """Adds the reference pages to the navigation."""
     for entry in config["nav"]:
         if "Reference" in entry:
             entry["Reference"] = [{name: path} for name, path in _rooms().items()]
@@ -39,7 +39,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that are made when the site is built."""
+    """Adds the files that are generated when the site is built: reference, project, notebooks."""
     for name, path in _rooms().items():
         room = ROOT.joinpath(*name.split("."))
         files.append(File.generated(config, path, content=_reference(name, room)))
@@ -54,7 +54,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Has links between files of the repository lead to their pages; others become plain text."""
+    """Rewrites the links of a page to files of the repository.
+
+    A link leads to the file's page in the site. If the file has no page, the link becomes plain
+    text.
+    """
     del config
     inside = {path: source for source, path in PROJECT_PAGES.items()}
     here = inside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
@@ -79,14 +83,14 @@ _NOWHERE = "not-in-the-site"
 
 
 def _rooms() -> dict[str, str]:
-    """The page of each room of the package, `manualpar` itself first, by the room's name."""
+    """Returns the path of the reference page of each folder of the package, by the dotted name."""
     folders = sorted(path.parent.relative_to(ROOT) for path in PACKAGE.rglob("__init__.py"))
     names = [".".join(folder.parts) for folder in folders]
     return {name: f"reference/{name.removeprefix('manualpar.')}.md" for name in names}
 
 
 def _reference(name: str, room: Path) -> str:
-    """A page for mkdocstrings: what the room is, then every module."""
+    """Returns the Markdown of a reference page: the folder's docstring, then all of its modules."""
     init = room / "__init__.py"
     lines = [f"# {name}", "", ast.get_docstring(ast.parse(init.read_text())) or "", ""]
     modules = sorted(path.stem for path in room.glob("*.py") if path != init)

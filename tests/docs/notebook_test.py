@@ -60,7 +60,7 @@ def test_a_page_that_is_no_notebook_is_refused(page, tmp_path, capsys):
     (tmp_path / "page.md").write_text(page)
     with pytest.raises(SystemExit):
         main([str(tmp_path / "page.md")])
-    assert "expected python alone" in capsys.readouterr().err
+    assert "expected only blocks of python" in capsys.readouterr().err
     assert not (tmp_path / "page.ipynb").exists()
 
 

@@ -145,7 +145,7 @@ def test_a_picture_that_nothing_draws_is_named(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("![it](pictures/it.png)\n")
     assert main([str(page), "--check"]) == 1
-    assert "nothing has drawn $WORK/it.png" in capsys.readouterr().err
+    assert "no block writes $WORK/it.png" in capsys.readouterr().err
     page.write_text("![it](pictures/it.png)\n```bash\ntouch $WORK/it.png\n```\n")
     assert main([str(page), "--write"]) == 0
     assert (tmp_path / "pictures" / "it.png").exists()

@@ -1,1 +1,1 @@
-"""The rules of the house: imports, the package, its configs, continuous integration."""
+"""Tests of the source itself: rules for imports and texts, packaging, configs, the CI files."""

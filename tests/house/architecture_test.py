@@ -1,4 +1,4 @@
-"""The source keeps the rules of `source_rules`, and the rules would notice if it did not."""
+"""The source keeps the rules of `source_rules`, and each rule notices code that breaks it."""
 
 import ast
 import re
@@ -276,7 +276,8 @@ def test_the_checks_leave_sound_code_alone(module: str, source: str):
 
 
 def test_importing_everything_asks_for_no_device_and_changes_no_environment():
-    # The first round lets third parties do what they do on import; the second is our own doing.
+    # The first round imports other packages too, which may change jax's config. The second round
+    # imports only this package again, and must change nothing.
     script = """
         import importlib, os, pkgutil, sys
 
@@ -293,7 +294,7 @@ def test_importing_everything_asks_for_no_device_and_changes_no_environment():
         import_everything()
         assert dict(os.environ) == environment, "importing changed os.environ"
         assert dict(jax.config.values) == values, "importing changed jax.config"
-        # Refused once a device has been asked for.
+        # JAX refuses this once its devices are initialised.
         jax.config.update("jax_num_cpu_devices", 3)
     """
     process = subprocess.run(
@@ -307,7 +308,7 @@ def test_importing_everything_asks_for_no_device_and_changes_no_environment():
 
 
 def _closure(*starts: str) -> dict[str, str]:
-    """The sources of some modules and of all modules of the package that these import."""
+    """Returns the sources of `starts` and of the package's modules that they import, by name."""
     sources = dict(_sources("manualpar"))
     found: dict[str, str] = {}
     pending = list(starts)

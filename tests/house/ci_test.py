@@ -1,4 +1,4 @@
-"""What continuous integration runs is named exactly: actions by commit, packages by version."""
+"""Continuous integration uses fixed versions: actions by commit, packages by version and hash."""
 
 import configparser
 import re

@@ -1,6 +1,6 @@
-"""The configs that come with the project send, hold and compute no more than configs/budgets.toml.
+"""The steps of the project's configs stay within the limits of `configs/budgets.toml`.
 
-After a change that is meant, the file is written anew with
+The limits are for sent bytes, memory and FLOPs. After a deliberate change, write the file again:
 
     python -m experiments.inspect --devices=8 --budget=configs/budgets.toml --write_budget \\
         --config=configs/dp.py --config=configs/fsdp.py ...
@@ -16,8 +16,8 @@ from tests.paths import ROOT
 
 FOLDER = ROOT / "configs"
 BUDGETS = FOLDER / "budgets.toml"
-# What compares strategies is no program of its own.
 SLOW = pytest.mark.slow
+# Without the two configs that compare strategies, because they describe no program.
 NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare", "compare_split"})
 
 OF_SEVERAL_AXES = ("long_lm", "moe_lm", "nd_lm", "pp_lm", "tp_lm")
@@ -47,7 +47,7 @@ def test_every_config_has_a_budget_and_every_budget_a_config():
 def test_a_config_keeps_its_budget(name):
     verdict = _check(name, compile=False)
     assert verdict.broken == ()
-    # What a tracer reads is exact, so that more room than is used would only hide something.
+    # Traced numbers are exact. A limit above the traced number could hide a later growth.
     assert verdict.slack == ()
     assert verdict.unchecked == ("temporaries",)
 

@@ -1,4 +1,4 @@
-"""The configs of large models keep the rules for configs and have the published sizes."""
+"""The configs of large models keep the rules for configs, and have the published sizes."""
 
 import importlib
 import math
@@ -13,7 +13,7 @@ from manualpar.training.task import make_task
 from tests.paths import ROOT
 
 FOLDER = ROOT / "configs" / "plan"
-# What was published, in billions of parameters, and how far off the shape here is.
+# For each config, in billions: the published number of parameters, and how many more ours has.
 PUBLISHED = {
     "llama3_8b": (8.03, 0.0),
     "llama3_70b": (70.6, 0.0),

@@ -1,4 +1,4 @@
-"""The configs that come with the project keep the rules for configs."""
+"""The files in `configs/` are complete, valid and documented."""
 
 import importlib
 import json
@@ -9,7 +9,7 @@ from manualpar.training.config import check_config, fields_of, flatten_config
 from tests.paths import ROOT
 
 FOLDER = ROOT / "configs"
-# What compares strategies has fields of its own.
+# Without the configs of `experiments.compare`, which have other fields.
 NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare", "compare_split"})
 
 

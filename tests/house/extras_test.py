@@ -1,4 +1,4 @@
-"""Importing the package needs little, and what needs more says what to install."""
+"""Importing the package loads no optional package; a function that needs one names its extra."""
 
 import configparser
 import importlib
@@ -15,7 +15,7 @@ from tests.paths import ROOT
 
 SCRIPT = """
 import importlib.metadata, json, sys
-import absl.flags, flax.linen, flax.nnx, jax, numpy, optax  # With all that they import themselves.
+import absl.flags, flax.linen, flax.nnx, jax, numpy, optax  # And all that they import.
 before = set(sys.modules)
 import manualpar
 loaded = {name.split(".")[0] for name in sys.modules.keys() - before}

@@ -1,4 +1,4 @@
-"""What `pip install .` gives: a wheel with the whole package, its types, and nothing besides."""
+"""`pip install .` builds a wheel that contains the package and its types, and nothing else."""
 
 import importlib.metadata
 import re
@@ -21,7 +21,7 @@ def _run(*command: str | Path, cwd: Path) -> str:
 
 
 def _can_build_here() -> bool:
-    """Whether this environment's setuptools builds wheels, so that pip need not fetch another."""
+    """Returns whether the installed setuptools can build wheels, without a download by pip."""
     try:
         major = importlib.metadata.version("setuptools").split(".")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -31,7 +31,7 @@ def _can_build_here() -> bool:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources: building writes next to them."""
+    """Builds a wheel from a copy of the sources, because building writes into their folder."""
     source = tmp_path_factory.mktemp("source")
     for name in ("manualpar", "tests", "configs", "experiments", "benchmarks"):
         if (ROOT / name).exists():

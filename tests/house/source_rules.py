@@ -1,8 +1,8 @@
-"""The rules of the house that can be read off the source: who may import whom, who may communicate.
+"""Checks of the house rules that the source shows, such as which module may import which.
 
-Every check is a function `(module, source) -> findings`, one line of text a finding, so that a test
-can hand it a sample that breaks the rule and see it speak, besides holding it against the code.
-A new folder of the package, or of its core, gets its place in `WINGS` or `CORE`.
+Every check is a function `(module, source) -> findings`, and a finding is one line of text. So
+tests apply a check to the code, and also to samples that break the rule. Add a new folder of the
+package to `WINGS`, and a new folder of its core to `CORE`.
 """
 
 import ast
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 MAX_LINES = 400
 
-# The wings of the package and the rooms of its core. Each imports those before it in its list, and
-# within a wing, or a room of the core, everything may import everything.
+# The folders of the package, and the folders of its core. A module may import modules of its own
+# folder, and of the folders that are before it in the list.
 WINGS = ("errors", "core", "strategies", "layers", "inspect", "system")
 WINGS += ("data", "models", "training", "planner", "commands")
 CORE = ("trees", "tracing", "mesh", "parameters", "state", "modes", "model", "checks", "program")
@@ -28,7 +28,7 @@ FRONT = (
     "manualpar.__main__",
 )
 USERS = ("manualpar", "experiments", "benchmarks", "configs")
-# The half hour that CONTRIBUTING promises, in reading order: modules of the core.
+# The modules of the core that one reads in half an hour, in this order, see CONTRIBUTING.md.
 READ = (
     "mesh.roles",
     "parameters.placement",
@@ -57,7 +57,7 @@ COLLECTIVES = frozenset(
         "ragged_all_to_all",
     }
 )
-# Folders and modules, without `manualpar.`.
+# Folders and modules that may call collectives, without `manualpar.`.
 MAY_COMMUNICATE = frozenset(
     {
         "core.mesh.zigzag",
@@ -72,9 +72,9 @@ MAY_COMMUNICATE = frozenset(
         "strategies.diloco.exchange",
     }
 )
-# The one module that runs what types cannot be checked of.
+# The only module that may use `check_vma=False`.
 UNCHECKED = "manualpar.layers.attention.unchecked"
-# Words that end like a verb of the third person and are none.
+# Words that end with "s" like a verb in the third person, but are not verbs.
 NO_VERBS = re.compile(
     r"""
     Across | Adapters | Always | Arrays | As | Axes | Batches | Blocks | Bytes | Contexts |
@@ -104,7 +104,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _rank(module: str) -> tuple[int, int] | None:
-    """The place of a module's wing, and of its room in the core; `None` if it has no place."""
+    """Returns a module's positions in `WINGS` and in `CORE`; `None` if a list lacks its folder."""
     top, *parts = module.split(".")
     if top != "manualpar" or not parts:
         return (len(WINGS) + USERS.index(top), 0) if top in USERS else None
@@ -122,7 +122,7 @@ def _tree(source: str) -> ast.Module:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """Yields (line, full dotted name, name it gets here), wherever in the file the import is."""
+    """Yields each import of a file: its line, the full dotted name, and the name that it binds."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -135,7 +135,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def _aliases(tree: ast.AST) -> dict[str, str]:
-    """What each imported name stands for; `import a.b` binds `a`."""
+    """Returns the full name for each name that imports bind; `import a.b` binds `a`."""
     return {
         bound: full.split(".")[0] if full.split(".")[0] == bound else full
         for _, full, bound in _imports(tree)
@@ -143,7 +143,7 @@ def _aliases(tree: ast.AST) -> dict[str, str]:
 
 
 def _dotted(node: ast.AST, aliases: dict[str, str]) -> str:
-    """The full name `a.b.c` of a reference, with imported names resolved; '' for anything else."""
+    """Returns the full name `a.b.c` of a name or attribute; '' for any other expression."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id, node.id)
     if isinstance(node, ast.Attribute):
@@ -153,7 +153,7 @@ def _dotted(node: ast.AST, aliases: dict[str, str]) -> str:
 
 
 def _run_at_import(tree: ast.Module) -> Iterator[ast.AST]:
-    """Every node evaluated by importing the module: all but the bodies of functions."""
+    """Yields every node that an import of the module evaluates: all but the bodies of functions."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop()
@@ -167,7 +167,7 @@ def _run_at_import(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def find_upward_imports(module: str, source: str) -> list[str]:
-    """Imports run down the lists `WINGS` and `CORE`, without exception."""
+    """Finds imports of a folder that comes later in `WINGS` or `CORE`, and relative imports."""
     front = _rank("manualpar")
     own = front if module in FRONT else _rank(module)
     if own is None:
@@ -179,14 +179,14 @@ def find_upward_imports(module: str, source: str) -> list[str]:
         first = full.split(".")[0]
         if first == "":
             findings.append(f"{module}:{line}: relative import")
-        # A public name of the package is where its `__init__` is.
+        # A public name, such as `manualpar.fsdp`, counts as an import of `manualpar/__init__.py`.
         if first == "tests" or (first in USERS and (_rank(full) or front) > own):
             findings.append(f"{module}:{line}: {module} may not import {full}")
     return findings
 
 
 def find_imports_of_tests(module: str, source: str) -> list[str]:
-    """What several test files share is in a module that is no test."""
+    """Finds imports from a test file: code that tests share belongs into another module."""
     return [
         f"{module}:{line}: imports from a test file: {full}"
         for line, full, _ in _imports(_tree(source))
@@ -195,7 +195,7 @@ def find_imports_of_tests(module: str, source: str) -> list[str]:
 
 
 def find_private_jax(module: str, source: str) -> list[str]:
-    """Neither jax's private modules nor the shard_map of old."""
+    """Finds uses of jax's private modules, and of the old `jax.experimental.shard_map`."""
     tree = _tree(source)
     aliases = _aliases(tree)
     names = [(line, full) for line, full, _ in _imports(tree)]
@@ -210,7 +210,10 @@ def find_private_jax(module: str, source: str) -> list[str]:
 
 
 def find_unchecked_shard_maps(module: str, source: str) -> list[str]:
-    """Every shard_map says check_vma=True; that of one file says False, and why."""
+    """Finds calls of `shard_map` without `check_vma=True`.
+
+    The module `UNCHECKED` may pass `False`, with a comment that gives the reason.
+    """
     tree = _tree(source)
     aliases = _aliases(tree)
     commented = {
@@ -242,7 +245,7 @@ def find_unchecked_shard_maps(module: str, source: str) -> list[str]:
 
 
 def find_import_effects(module: str, source: str) -> list[str]:
-    """Importing changes neither the environment nor anyone's configuration."""
+    """Finds code that changes the environment or jax's config on import, and module state."""
     tree = _tree(source)
     aliases = _aliases(tree)
     findings = set()
@@ -266,7 +269,7 @@ def find_import_effects(module: str, source: str) -> list[str]:
 
 
 def find_stray_collectives(module: str, source: str) -> list[str]:
-    """Collectives live where readers look for them."""
+    """Finds uses of collectives outside of `MAY_COMMUNICATE`."""
     if any(f"{module}.".startswith(f"manualpar.{place}.") for place in MAY_COMMUNICATE):
         return []
     tree = _tree(source)
@@ -285,7 +288,7 @@ def find_stray_collectives(module: str, source: str) -> list[str]:
 
 
 def _public_functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, FunctionNode]]:
-    """Functions and methods with public names, none that is local to a function."""
+    """Yields functions and methods with public names; not those defined within a function."""
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from _public_functions(node.body, f"{owner}{node.name}.")
@@ -296,7 +299,7 @@ def _public_functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[s
 
 
 def find_undocumented(module: str, source: str) -> list[str]:
-    """Modules, public classes and public functions have docstrings, and functions annotations."""
+    """Finds public modules, classes and functions without docstring, or without annotations."""
     tree = _tree(source)
     findings = []
     if source.strip() and not ast.get_docstring(tree):
@@ -322,9 +325,9 @@ def find_undocumented(module: str, source: str) -> list[str]:
 
 
 def find_summaries_without_verb(module: str, source: str) -> list[str]:
-    """The summary of a function begins with a verb: "Returns", "Refuses", "Pads".
+    """Finds functions whose summary does not begin with a verb, such as "Returns" or "Pads".
 
-    That of a property is a noun phrase, because its users see an attribute.
+    The summary of a property may be a noun phrase, because its users see an attribute.
     """
     findings = []
     for node in ast.walk(_tree(source)):
@@ -341,7 +344,7 @@ def find_summaries_without_verb(module: str, source: str) -> list[str]:
 
 
 def find_misshapen_files(module: str, source: str) -> list[str]:
-    """A file holds one idea, and its name says which."""
+    """Finds files with more than `MAX_LINES` lines, or with a name that says nothing."""
     findings = []
     if (lines := len(source.splitlines())) > MAX_LINES:
         findings.append(f"{module}: {lines} lines; past {MAX_LINES} a file holds two ideas")

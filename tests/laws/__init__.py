@@ -1,1 +1,1 @@
-"""What holds for every strategy, mode, mesh and option."""
+"""Tests of properties (laws) that every strategy, mode, mesh and option must have."""

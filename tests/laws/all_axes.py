@@ -1,4 +1,4 @@
-"""A transformer over several kinds of mesh axes."""
+"""Builds a transformer whose mesh has data, model, context and stage axes, for several tests."""
 
 import numpy as np
 import optax

@@ -1,4 +1,4 @@
-"""Several kinds of mesh axes in one program. The largest errors of all are in the benchmarks."""
+"""Programs with several kinds of mesh axes train as on one device."""
 
 import jax
 import pytest
@@ -20,7 +20,7 @@ from tests.models.transformer_families import GEMMA, QWEN
         ({"data": 2, "model": 2, "stage": 2}, {}),
         ({"data": 1, "model": 2, "context": 2, "stage": 2}, {}),
         ({"expert": 2, "context": 2, "stage": 2}, {}),
-        # Two groups of layers, and one that is left over.
+        # Five layers: two groups of two, and one layer that is left over.
         ({"data": 1, "model": 2, "context": 2, "stage": 2}, GEMMA | QWEN | {"num_layers": 5}),
     ],
     ids=str,
@@ -32,8 +32,9 @@ def test_three_kinds_of_axes_are_as_one_device(devices8, sizes, fields):
 
 @pytest.mark.slow
 def test_what_layers_return_besides_may_be_a_constant():
-    # No token is dropped where experts have room for all: the share of them is a constant, whose
-    # gradient would be summed over stages, where a condition lets some of them wait for ever.
+    # With `capacity_factor=0` experts drop no token, so the share of dropped tokens is a constant.
+    # Its gradient would be summed over the stages within a condition that differs between the
+    # stages, and some stages would wait for ever.
     fields = {"num_experts": 4, "capacity_factor": 0}
     program = build({"data": 4, "stage": 2}, fields=fields)
     assert program.layout.params["layers"]["experts"]["up"][0] == "stage"

@@ -1,4 +1,4 @@
-"""Models that say how they are sharded keep what they say; a strategy adds its axis."""
+"""A model's annotations decide how its parameters are sharded; the strategy adds its data axis."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ RULES = (("embed", None), ("mlp", "model"), ("batch", "data"))
 
 
 class Annotated(nn.Module):
-    """A block whose kernels are annotated, by logical names or by mesh axes."""
+    """Two layers whose kernels are annotated with logical names or with mesh axes."""
 
     logical: bool = True
 
@@ -140,7 +140,8 @@ def test_a_dim_over_a_data_axis_and_another_is_refused(devices8):
 @pytest.mark.parametrize("builder", [pytest.param(data_parallel, marks=pytest.mark.slow), fsdp])
 def test_a_dim_over_two_model_axes(devices8, reference, builder, axes):
     mesh = make_mesh({"a": 2, "data": 2, "b": 2}, devices8)
-    # The dim of the inputs, whose order matters: hidden features could be permuted unseen.
+    # Shards the dim of the inputs, because a wrong order of its shards changes the result. (A wrong
+    # order of hidden features in both kernels would not.)
     program = build(builder, mesh, rules=(("embed", axes), ("mlp", None)))
     assert program.layout.params["up"]["kernel"][0] == axes
     state, losses = train_program(program, [make_batch()] * 4)
@@ -155,13 +156,14 @@ def test_a_dim_over_two_model_axes(devices8, reference, builder, axes):
 def test_rules_hold_for_activations_in_auto_mode_alone(devices8, mode, constraints):
     program = build(fsdp, make_mesh({"data": 4, "model": 2}, devices8), mode=mode)
     lowered = program.eval_step.lower(program.abstract_state, program.abstract_batch).as_text()
-    # The hidden activations [batch, mlp]; the gathered kernel of their shape is [{}, {"model"}].
+    # Counts constraints of the hidden activations [batch, mlp]. The gathered kernel has the same
+    # shape, but its sharding is [{}, {"model"}].
     constrained = re.findall(r'constraint .*\[{"data"}, {"model"}\]> : tensor<16x64xf32>', lowered)
     assert len(constrained) == constraints
 
 
 class Constrained(nn.Module):
-    """As flax's guide to scaling up has it: the model says how its activations lie."""
+    """A model that constrains the sharding of its activations, as in flax's guide to scaling up."""
 
     @nn.compact
     def __call__(self, x):

@@ -1,7 +1,7 @@
-"""The table of what can be built: strategies, options and meshes.
+"""The table of programs that the laws are tested with: strategies, options and meshes.
 
-A row is a strategy with options on a mesh. `laws_test` holds the same laws over every row, so a new
-option needs one row here. What only some rows can say is a test of its own in this folder.
+A row is a strategy with options on a mesh. `laws_test` tests the same laws for every row, so a new
+option needs one row here. Laws of only some rows have their own tests in this folder.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ BUILDERS: Mapping[str, Callable[..., Program]] = {
 
 
 class Normed(nn.Module):
-    """A model with statistics of the batch, which are global under the name `batch`."""
+    """A model with a batch norm, whose statistics are means over the axis called `batch`."""
 
     axis_name: str | None = "batch"
 
@@ -49,7 +49,7 @@ class Named(nn.Module):
 
 
 def normed_loss(params, apply_fn, batch, rng):
-    """The loss of `Normed`, whose statistics the program carries."""
+    """Computes the loss of `Normed`; the program keeps its running statistics."""
 
     def apply(variables, *args, **kwargs):
         return apply_fn(variables, *args, mutable=["batch_stats"], **kwargs)[0]
@@ -62,7 +62,7 @@ ROWS = make_batch(mask=MASK.astype(np.float32))
 TOKENS = np.random.default_rng(0).integers(0, 32, (16, 9), dtype=np.int32)
 TEXT = Batch(TOKENS[:, :-1], TOKENS[:, 1:])
 LAYERS = {"vocab_size": 32, "num_layers": 2, "hidden_size": 16, "mlp_size": 32, "num_heads": 2}
-# By name: the model, its loss, and its batch.
+# A model, its loss and its batch, by the model's name.
 MODELS: Mapping[str, tuple[nn.Module, Callable[..., Any], Batch]] = {
     "classifier": (Classifier(), loss_fn, ROWS),
     "normed": (Normed(), normed_loss, dataclasses.replace(ROWS, mask=None)),
@@ -74,7 +74,7 @@ MODELS: Mapping[str, tuple[nn.Module, Callable[..., Any], Batch]] = {
         TEXT,
     ),
 }
-# Options that only mode `manual` has: in the others XLA decides.
+# Options that only mode `manual` has. In the other modes XLA decides what they would set.
 MANUAL_ONLY = frozenset(
     {
         "axis_by_axis",
@@ -87,9 +87,10 @@ MANUAL_ONLY = frozenset(
         "stochastic_rounding",
     }
 )
-# Parts of a leaf's largest entry by which its gradient may be off: float32 is summed in another
-# order; bfloat16 has 8 bits, which are rounded for the forward pass and in each sum; a code of 8
-# (4) bits is off by half of 1/127 (1/7) of a block's largest entry on each device.
+# The allowed error of a gradient, divided by the largest entry of its array. In float32 devices add
+# in another order. bfloat16 has 8 bits, and rounds in the forward pass and in each sum.
+# Quantization to 8 (4) bits changes a number by up to half of 1/127 (1/7) of its block's largest
+# number, on each device.
 FLOAT32, BFLOAT16, INT8, INT4 = 2e-5, 0.04, 0.05, 0.6
 
 
@@ -98,11 +99,11 @@ class Case:
     """A row of the table.
 
     Attributes:
-      name: The strategy.
-      mesh: The mesh.
+      name: The strategy, a key of `BUILDERS`.
+      mesh: The sizes of the mesh axes.
       options: The options of the builder.
-      model: The name of the model.
-      tolerance: The largest error of a gradient, in parts of the largest entry of its leaf.
+      model: The model, a key of `MODELS`.
+      tolerance: The allowed error of a gradient, divided by the largest entry of its array.
     """
 
     name: str
@@ -116,7 +117,7 @@ class Case:
         return "-".join([self.name, *(f"{axis}{n}" for axis, n in self.mesh.items()), *words])
 
     def build(self, **more: Any) -> Program:
-        """Builds the program; its optimizer's state is the last gradient, and moves nothing."""
+        """Builds the program with `keep_gradients`: the optimizer's state is the last gradient."""
         model, loss, batch = MODELS[self.model]
         options = {} if self.name == "dp" else {"min_weight_size": 16}
         return BUILDERS[self.name](
@@ -130,18 +131,18 @@ class Case:
 
     @property
     def batch(self) -> Batch:
-        """The batch that the program is built for."""
+        """The batch with which the program is built."""
         return MODELS[self.model][2]
 
     @property
     def state_type(self) -> tuple[Any, ...]:
-        """Programs of cases with equal types take each other's states."""
+        """If two cases have equal types, their programs can adopt each other's states."""
         stored = ("trainable", "param_dtype", "frozen_dtype")
         return MODELS[self.model][0].__class__, *map(self.options.get, stored)
 
 
 def init_args(batch: Batch) -> tuple[tuple[Any], dict[str, Any]]:
-    """The arguments that initialise a classifier."""
+    """Returns the arguments with which a classifier is initialised."""
     return (batch.inputs,), {"train": False}
 
 
@@ -232,7 +233,7 @@ CASES = (
 
 @functools.cache
 def one_device(model: str, gather_dtype: str | None) -> Callable[[Any, Any], Any]:
-    """Returns a function to the loss and the gradient of a model by plain flax on one device."""
+    """Returns a function `(params, collections) -> (loss, gradient)` by flax on one device."""
     module, loss, batch = MODELS[model]
     module = {"split sequences": Transformer(**LAYERS), "normed": Normed(axis_name=None)}.get(
         model, module

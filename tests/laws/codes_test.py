@@ -1,4 +1,4 @@
-"""Gathers and gradients that travel as codes: the same training but for what codes leave out."""
+"""Quantized gathers and reductions: results differ only by the quantization error."""
 
 import functools
 
@@ -84,7 +84,7 @@ def build(name, mesh, devices, **options):
 
 
 def gradient(program):
-    """The parameters, and what a step of SGD takes off them."""
+    """Returns the parameters, the gradient (by a step of SGD with rate 1), and the metrics."""
     state = program.init(jax.random.key(0))
     before = own_shapes(program, state.params)
     state, metrics = program.train_step(state, BATCH)
@@ -94,7 +94,7 @@ def gradient(program):
 
 @functools.cache
 def of_one_device():
-    """The gradient of examples on one device, at any parameters."""
+    """Returns a function `(params, batch) -> gradient` that runs on one device."""
 
     def loss(params, batch):
         return loss_fn(params, Classifier().apply, batch, jax.random.key(0))[0]
@@ -108,7 +108,7 @@ def as_decoded(row):
 
 
 def as_gathered(program, params):
-    """The parameters as the codes of their shards say."""
+    """Returns the parameters after each shard is quantized and dequantized."""
 
     def decode(x, info, place):
         for dim, axes in enumerate(map(axis_tuple, place.names)):
@@ -148,13 +148,13 @@ def test_a_gradient_is_off_by_what_the_codes_leave_out(devices8, name, mesh, cod
     expected = of_one_device()(params, BATCH)
     sharding = program.abstract_batch.inputs.sharding
     parts = {str(index): index[0] for index in sharding.devices_indices_map((64, 12)).values()}
-    each = []  # What each device encodes: gradients of its two minibatches.
+    each = []  # The gradients that devices quantize, by device and minibatch.
     for rows in parts.values():
         for part in np.split(np.arange(64)[rows], 2):
             batch = jax.tree.map(lambda x, part=part: x[part], BATCH)
             weight = len(parts) * batch.mask.sum() / MASK.sum()
             each.append(jax.tree.map(lambda g, w=weight: g * w, of_one_device()(params, batch)))
-    reductions = 2 if len(parts) > 1 else 0  # As many at most: minibatches, rounds, or a mean's.
+    reductions = 2 if len(parts) > 1 else 0  # The most quantizations of a gradient.
 
     def check(g, exact, *parts):
         largest = max(np.abs(part).max() for part in parts) * 2
@@ -183,7 +183,7 @@ def test_a_step_sends_the_bytes_of_the_closed_form(devices8, name, mesh, code):
     compiled_codes = [one for one in compiled_collectives(compiled) if {*one.dtypes} == {"u8"}]
     if name in ("dp", "zero1", "zero2", "fsdp, step"):
         assert total_bytes(compiled_codes) == total_bytes(codes)
-    else:  # Of two minibatches XLA gathers once what it can.
+    else:  # XLA merges gathers of the two minibatches if it can.
         assert total_bytes(codes) / 4 <= total_bytes(compiled_codes) <= total_bytes(codes)
 
 
@@ -210,7 +210,7 @@ def test_a_step_with_codes_holds_no_more_than_one_without(devices8, name):
     exact = temporaries()
     weights = {"gather_code": "int8"} if name == "fsdp" else {}
     for code in LARGEST_CODE:
-        # Biases, whose codes are few, may take a few buffers more.
+        # Quantized biases may need a few small buffers more.
         assert temporaries(reduce_code=code, **weights) <= 1.005 * exact
     assert temporaries(reduce_code="int4", stochastic_rounding=True, **weights) <= 1.005 * exact
 

@@ -77,7 +77,7 @@ def test_synchronised_batch_norm_equals_one_device(devices8, builder):
 )
 def test_running_statistics_are_the_mean_over_devices(devices8, builder, use_scan):
     batch = make_batch(0, (32, 6, 6, 3))
-    model = Convolutional(momentum=0.0)  # So that they are those of the last minibatch.
+    model = Convolutional(momentum=0.0)  # Keeps only the last minibatch's statistics.
     program = conv_program(builder, model, batch, devices8, num_minibatches=2, use_scan=use_scan)
     state = program.init(jax.random.key(0))
     kernel = jax.device_get(state.params["Conv_0"]["kernel"])
@@ -125,7 +125,7 @@ def test_a_counter_stays_a_counter(devices8):
 
 
 class Sowing(nn.Module):
-    """Sows a penalty, into a tuple that grows or into a sum."""
+    """Sows a penalty with each call: appends it to a tuple, or adds it to a sum."""
 
     into_sum: bool
 
@@ -197,7 +197,7 @@ def test_statistics_are_averaged_over_all_data_axes_in_one_reduction(devices8, a
     np.testing.assert_allclose(stats["var"], parts.var(1).mean(0), rtol=1e-4)
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     purposes = [c.purpose for c in trace_collectives(traced)]
-    # Nothing is reduced twice, which would change no number.
+    # A second reduction would change no number, so the reductions are counted.
     assert sorted(purposes) == [
         "count_examples",
         "sync_collections",
@@ -208,11 +208,11 @@ def test_statistics_are_averaged_over_all_data_axes_in_one_reduction(devices8, a
     ]
 
 
-# What differs between devices and is no running average of means.
+# Variables that differ between devices, and for which a mean over devices would be wrong.
 
 
 class Statistics(nn.Module):
-    """What people keep beside their parameters, with a moving average of sums."""
+    """A model with kinds of variables that users have: counts, extremes, an average of sums."""
 
     axes: Any = ()
 
@@ -225,7 +225,7 @@ class Statistics(nn.Module):
         calls = self.variable("calls", "calls", lambda: jnp.zeros((), jnp.int32))
         codes = self.variable("codes", "ema", lambda: jnp.zeros(x.shape[-1]))
         if not self.is_initializing():
-            seen.value += x.shape[0]  # The same on all devices by its type.
+            seen.value += x.shape[0]  # `check_vma` knows: the same on all devices.
             high.value = jnp.maximum(high.value, x.max())
             low.value = jnp.minimum(low.value, x.min())
             positive.value += (x > 0).sum()

@@ -1,7 +1,7 @@
-"""Models with complex parameters and activations, under every strategy, as on one device.
+"""Models with complex parameters and activations train under every strategy as on one device.
 
-The gradient of a complex parameter is what `jax.grad` returns, the conjugate of the direction of
-steepest ascent; what optax makes of it is its own business, and the same here as on one device.
+`jax.grad` returns the conjugate of the direction of steepest ascent as the gradient of a complex
+parameter. The tests only require that a program trains with this gradient as one device does.
 """
 
 import chex
@@ -26,7 +26,7 @@ def complex_normal(key, shape):
 
 
 class Fourier(nn.Module):
-    """A layer that multiplies frequencies by complex weights, as neural operators do."""
+    """A layer of a neural operator: multiplies the Fourier transform by complex weights."""
 
     @nn.compact
     def __call__(self, x, _):
@@ -54,7 +54,7 @@ class Operator(nn.Module):
         else:
             x, _ = layer(name="layer")(x, None)
 
-        def rotate(carry, angle):  # A loop of the model's own, with complex numbers carried on.
+        def rotate(carry, angle):  # For a loop of the model with a complex carry.
             return carry * jnp.exp(1j * angle), jnp.abs(carry)
 
         turned, sizes = jax.lax.scan(rotate, jnp.fft.rfft(x), jnp.array([0.5, 1.0]))
@@ -120,14 +120,14 @@ def test_complex_weights_are_gathered_again_and_nothing_else(devices8):
         return counts["all_gather"], counts["reduce_scatter"]
 
     kept = gathers(reshard_after_forward=False)
-    # A kernel, a bias, and the three complex ones. The kernel is the first, so that its value is
-    # needed for no gradient, and neither is that of a bias.
+    # Five parameters are sharded: a kernel, a bias, and three complex parameters. The backward pass
+    # needs neither the bias nor the kernel, because it is the kernel of the first layer.
     assert kept == (5, 5)
     assert gathers() == (5 + 2, 5)
 
 
 def test_the_parts_of_complex_activations_are_kept(devices8):
-    """The backward pass computes no transform of an activation again."""
+    """Tests that the backward pass does not compute a Fourier transform of an activation again."""
 
     def transforms(**options):
         return sum(eqn.primitive.name == "fft" for eqn in equations(build(fsdp, **options)))
@@ -142,7 +142,8 @@ def test_norms_and_clipping_of_complex_gradients(devices8):
     program = build(fsdp, tx=tx, norm_metrics=True, nonfinite="report", gather_dtype="bfloat16")
     state = program.init(jax.random.key(0))
     state, metrics = program.train_step(state, BATCH)
-    # In bfloat16 the real ones are computed with, so this is only about which way they go.
+    # The real parameters are gathered in bfloat16, so the tolerance is large. A wrong conjugate
+    # would still be noticed.
     chex.assert_trees_all_close(jax.device_get(state.params), expected.params, atol=5e-3)
     np.testing.assert_allclose(metrics["update_norm"][0], 0.5 * 0.05, rtol=1e-3)
     norm = optax.tree.norm(jax.device_get(state.params))

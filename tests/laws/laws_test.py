@@ -1,4 +1,4 @@
-"""What holds of every row of `cases.CASES`: a new option is a row there."""
+"""Laws that hold for every row of `cases.CASES`; add a row there for a new option."""
 
 import functools
 from typing import Any
@@ -22,13 +22,13 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 @functools.cache
 def built(case_index: int) -> Any:
-    """The program of a row, built once for all laws."""
+    """Builds the program of a row, only once for all laws."""
     return CASES[case_index].build()
 
 
 @functools.cache
 def stepped(case_index: int) -> Any:
-    """The state before a step, on the host, and the state and the metrics after it."""
+    """Takes a step; returns the variables before it, the state after it, and the metrics."""
     program = built(case_index)
     state = program.init(jax.random.key(0))
     before = program.whole(state)
@@ -36,7 +36,7 @@ def stepped(case_index: int) -> Any:
 
 
 def check_step(case: Case, program: Any, before: Any, state: Any, metrics: Any) -> None:
-    """Compares the loss, each gradient and each parameter of a step with one device's."""
+    """Compares a step's loss and gradients with one device; parameters must not change."""
     params = before["params"]
     collections = {name: tree for name, tree in before.items() if name != "params"}
     loss, expected = one_device(case.model, case.options.get("gather_dtype"))(params, collections)
@@ -77,13 +77,13 @@ def test_a_step_sends_the_bytes_of_the_closed_form(devices8, case):
     sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
     closed = {axes: n for axes, n in step_bytes(program).items() if n}
     sent = {axes: n for axes, n in sent.items() if n}
-    if case.model == "split sequences":  # Attention sends keys and values over one axis.
+    if case.model == "split sequences":  # Attention also sends keys and values.
         sent = {axes: n for axes, n in sent.items() if axes in closed}
-    if case.model == "normed":  # Its layers send statistics over the axis of the gradients.
+    if case.model == "normed":  # Batch norms also send statistics over this axis.
         assert all(sent[axes] > n for axes, n in closed.items())
     elif not program.strategy.reshard_after_forward:
         assert sent == closed
-    else:  # The backward pass does not gather what it does not need, such as biases.
+    else:  # The backward pass does not gather biases, because it does not need them.
         assert sent.keys() == closed.keys()
         assert all(closed[axes] / 2 <= n <= closed[axes] for axes, n in sent.items())
 
@@ -109,7 +109,7 @@ def test_the_next_case_adopts_its_state(devices8, case):
     _, state, _ = stepped(index)
     adopted = target.adopt(state)
     back = built(index).adopt(adopted)
-    # Residuals of error feedback start at zero where their shapes differ.
+    # `local` has the residuals of error feedback, which become zero if their shapes change.
     leaves = zip(*(jax.tree.leaves(x.replace(local={})) for x in (state, back)), strict=True)
     for x, y in leaves:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -117,8 +117,8 @@ def test_the_next_case_adopts_its_state(devices8, case):
 
 
 OTHER_MODES = [mode for mode in MODES if mode != "manual"]
-# In other modes the batch is global, so `Normed` has no axis to name. Types of mode `explicit`
-# refuse what a `Transformer` does with split sequences, see docs/limits.md.
+# In other modes the batch is global, so the batch norm of `Normed` has no axis to name. In mode
+# `explicit`, JAX's types refuse a `Transformer` with split sequences, see docs/limits.md.
 IN_MODES = [
     (case, mode)
     for case in CASES

@@ -1,8 +1,8 @@
-"""However a batch is spread over devices and minibatches, its gradient is that of one device.
+"""However devices and minibatches divide a batch, the gradient is the gradient of one device.
 
 Hypothesis draws small models, masks, dtypes, meshes, strategies and modes. The optimizer keeps the
-gradient in its state and moves nothing, so that what is compared is the gradient itself, and
-parameters must come out of the step as they went in.
+gradient in its state and updates nothing. So the tests compare the gradient itself, and parameters
+must not change in the step.
 """
 
 import functools
@@ -35,13 +35,14 @@ MASKS = ("random", "none", "fractional", "half of the devices", "some minibatche
 WIDTHS = (5, 8, 3, 16, 24)
 BATCH_SIZE, SEQUENCE, OUTPUTS = 32, 4, 3
 
-# By how many roundings, in the coarsest dtype that something is computed or sent in, a gradient may
-# be off, as parts of the largest entry of its leaf: in 200 examples 24 and 1.6 were most.
+# The allowed error of a gradient, in rounding errors of the largest entry of its array. The dtype
+# is the coarsest in which anything is computed or sent. In 200 examples the largest errors were 24
+# (float32) and 1.6 (bfloat16) rounding errors.
 ROUNDINGS = {"float32": 64, "bfloat16": 8}
 
 
 class Layer(NamedTuple):
-    """A dense layer, or a stack of equal ones in an `nn.scan`, as wide as what they are given."""
+    """A dense layer, or a stack of `stack` layers in an `nn.scan` that keep the input's width."""
 
     width: int = 8
     bias: bool = True
@@ -52,7 +53,7 @@ class Layer(NamedTuple):
 
 
 class Example(NamedTuple):
-    """All that is drawn; printed where a test fails, it can be pasted into one."""
+    """Everything that is drawn. A failing test prints its example as code for another test."""
 
     strategy: str
     mode: str
@@ -108,7 +109,7 @@ def loss_fn(params, apply_fn, batch, rng):
     if batch.mask is None:
         return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
     total, count = (loss * batch.mask).sum(), batch.mask.sum()
-    # Fractional weights may add up to less than 1, so that jnp.maximum(count, 1) would be wrong.
+    # Fractional weights may add up to less than 1, so jnp.maximum(count, 1) would be wrong.
     return total / jnp.where(count == 0, 1, count), {"loss": (total, count)}
 
 
@@ -126,14 +127,14 @@ def make_batch(example):
     inputs = rng.normal(size=shape).astype(np.float32)
     if example.vocabulary:
         inputs = rng.integers(0, example.vocabulary, shape, dtype=np.int32)
-    # Labels far from 0 and different from one example to the next: every weight matters.
+    # Labels are far from 0 and differ between examples, so that every weight changes the gradient.
     labels = rng.uniform(1, 3, (BATCH_SIZE, OUTPUTS)).astype(np.float32)
     return Batch(inputs=inputs, labels=labels, mask=make_mask(example))
 
 
 def make_mask(example):
     rng, index = np.random.default_rng(1), np.arange(BATCH_SIZE)
-    if example.mask == "some minibatches":  # All examples of every other one, on every device.
+    if example.mask == "some minibatches":  # Every second minibatch of each device is masked.
         parts = math.prod(example.mesh.values()) * example.options.get("num_minibatches", 1)
         return (index * parts // BATCH_SIZE % 2).astype(np.float32)
     masks = {
@@ -149,7 +150,7 @@ def make_mask(example):
 
 
 def make_params(model, batch):
-    """Numbers for the parameters, of which this package has seen nothing."""
+    """Makes parameters with NumPy, without code of this package."""
 
     def numbers(path, x):
         seed = zlib.crc32(jax.tree_util.keystr(path).encode())
@@ -161,7 +162,7 @@ def make_params(model, batch):
 
 
 def one_device(model, params, batch, gather_dtype):
-    """The global mean of the loss and its gradient by plain `jax.grad`."""
+    """Returns the loss, as a mean over the global batch, and its gradient by plain jax."""
     weights = np.ones(BATCH_SIZE, np.float32) if batch.mask is None else batch.mask
 
     @jax.jit
@@ -177,7 +178,7 @@ def one_device(model, params, batch, gather_dtype):
 
 
 def check_copies(tree):
-    """What several devices hold of an array is the same, bit for bit."""
+    """Asserts that all devices with the same shard of an array have the same bits."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         copies = {}
@@ -188,7 +189,7 @@ def check_copies(tree):
 
 
 def check(example):
-    """Takes one step and compares its gradient, its loss and what the devices hold."""
+    """Takes one step; compares its gradient and loss with one device, and checks all copies."""
     options = dict(example.options)
     model, batch = make_model(example), make_batch(example)
     params = make_params(model, batch)
@@ -248,12 +249,12 @@ def check(example):
     jax.tree_util.tree_map_with_path(compare, state.opt_state, expected, params, state.params)
 
 
-# What is drawn.
+# Hypothesis' strategies, which draw the parts of an `Example`.
 
 
 @st.composite
 def meshes(draw, strategy, devices):
-    """A mesh and the options that say what its axes are for."""
+    """Draws the sizes of the mesh axes, and the option `axis_name` for this mesh."""
     first = draw(st.sampled_from([n for n in (2, 4, 1, 8) if n <= devices]))
     sizes = (first, devices // first)
     if strategy == "hsdp":
@@ -262,7 +263,7 @@ def meshes(draw, strategy, devices):
     axis_name = draw(st.sampled_from([("a", "b"), ("b", "a"), "data", "a"]))
     if axis_name == "data":
         return {"data": devices}, {}
-    # With "a" alone, devices along "b" do the same work.
+    # If only "a" is a data axis, all devices along "b" compute the same.
     return dict(zip("ab", sizes, strict=True)), {"axis_name": axis_name}
 
 
@@ -281,7 +282,7 @@ def layers(draw):
 
 @st.composite
 def dtypes(draw, mode):
-    """Fields of an example and options: in half of them bfloat16 somewhere."""
+    """Draws dtypes: fields of an example, and options. Half of the draws use bfloat16."""
     if not draw(st.booleans()):
         return {}, {}
     low, wide = "bfloat16", "float32"
@@ -294,15 +295,16 @@ def dtypes(draw, mode):
 
 @st.composite
 def examples(draw, strategy, mode, devices, *, depth):
-    """An example. The simplest, which hypothesis tries first, is where much can go wrong: it has a
-    mask, two minibatches, two axes, and parameters that divide, that are padded, and that are
-    replicated.
+    """Draws an example.
+
+    The first choices are those with which much can go wrong, because hypothesis tries them first: a
+    mask, two minibatches, two axes, and parameters that divide, are padded or are replicated.
     """
     mesh, options = draw(meshes(strategy, devices))
     fields, dtype_options = draw(dtypes(mode))
     options |= dtype_options
     options["num_minibatches"] = draw(st.sampled_from([2, 1, 4]))
-    # Unrolled, four minibatches take long to compile: that is for the slow test.
+    # Four unrolled minibatches take long to compile, so only the slow test (`depth > 1`) has them.
     options["use_scan"] = draw(st.booleans()) or (depth == 1 and options["num_minibatches"] == 4)
     if strategy != "data_parallel":
         options["min_weight_size"] = draw(st.sampled_from([4, 30, 0]))
@@ -317,14 +319,14 @@ def examples(draw, strategy, mode, devices, *, depth):
         options,
         layers=tuple(draw(st.lists(layers(), min_size=1, max_size=depth))),
         features=draw(st.sampled_from(WIDTHS[::-1])),
-        # Where shardings are types, jax wants to be told that of what nn.Embed looks up.
+        # In mode `explicit` jax refuses nn.Embed, which does not tell the sharding of its result.
         vocabulary=0 if mode == "explicit" else draw(st.sampled_from([0, 0, 5, 16])),
         mask=draw(st.sampled_from(MASKS)),
         **fields,
     )
 
 
-# Hypothesis alone would draw some strategies often and others never, so they are dealt out.
+# Tests go through all strategies and modes, because hypothesis would never draw some of them.
 PAIRS = [(strategy, mode) for strategy in STRATEGIES for mode in MODES]
 OTHER_MODES = [
     (*pair, DEVICES[(i + i // 4) % 4]) for i, pair in enumerate(PAIRS) if pair[1] != "manual"

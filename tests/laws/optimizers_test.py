@@ -1,7 +1,8 @@
 """Every optimizer of optax takes the same steps under FSDP as on one device.
 
-They are found by looking through optax, so that a new release brings its own. `ARGUMENTS` says how
-to make those that need more than a learning rate, and `CANNOT` which of them no step can use.
+The tests search optax for optimizers, so that they include the optimizers of a new release.
+`ARGUMENTS` makes the optimizers that need more than a learning rate. `CANNOT` lists the optimizers
+that no program can use.
 """
 
 import functools
@@ -29,11 +30,11 @@ CLIP = optax.clip_by_global_norm(0.05)
 OLD = not hasattr(optax.contrib, "MuonDimensionNumbers")  # Optax 0.2.5.
 
 
-# A model with parameters that are sharded along each of three dims, and some that are not.
+# A model with parameters that are sharded along dim 0, 1 or 2, and some that are replicated.
 
 
 def noise(key, shape, dtype=jnp.float32):
-    """Random enough for matrices of full rank, and much faster to compile than random bits."""
+    """Returns numbers that give matrices full rank, and compile faster than random bits."""
     return 0.5 * jnp.sin(jnp.arange(math.prod(shape), dtype=dtype) ** 2).reshape(shape)
 
 
@@ -49,7 +50,8 @@ class Regressor(nn.Module):
 
 
 def loss_fn(params, apply_fn, batch, rng):
-    # Squares: a softmax has gradients with a singular value of 0, whose vector, in GaLore, is any.
+    # Squared errors, because gradients of a softmax have a singular value of 0. Its singular
+    # vector, which GaLore uses, is not unique.
     loss = jnp.square(apply_fn({"params": params}, batch.inputs, train=True) - batch.labels).sum(-1)
     return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
 
@@ -77,13 +79,13 @@ square = functools.partial(
 
 
 def muon_dims(params):
-    """What Muon takes for a matrix: a kernel of heads too, with its two output dims as one."""
+    """Returns the dims that Muon treats as a matrix; it joins the output dims of a heads kernel."""
     dims = optax.contrib.MuonDimensionNumbers
     return jax.tree.map(lambda x: {2: dims(0, 1), 3: dims(0, (1, 2))}.get(x.ndim), params)
 
 
 def asking_obj_fn(tx):
-    """Sophia's name for the loss is not that of optax's line searches, `value_fn`."""
+    """Wraps Sophia, so that it gets the loss as `value_fn`, the name in optax's line searches."""
 
     def update(updates, state, params=None, *, value_fn, **extra_args):
         return tx.update(updates, state, params, obj_fn=value_fn, **extra_args)
@@ -91,31 +93,31 @@ def asking_obj_fn(tx):
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-# How to make what `make` does not know how to.
+# Functions that make the optimizers for which the rules of `make` do not work.
 
 ARGUMENTS = {
-    # Without a learning rate, or with the default of 1, they leave every scale.
+    # Their default learning rate is missing or 1, with which parameters would diverge.
     "adafactor": lambda f: f(LR),
     "scale_by_learning_rate": lambda f: f(LR),
     "contrib.schedule_free_sgd": lambda f: f(LR),
-    # At first these move by a millionth, which says little in float32.
+    # Their first steps are about a millionth by default, too small to compare in float32.
     "scale_by_distance_over_gradients": lambda f: optax.chain(f(reps_rel=0.1), optax.scale(-1)),
     "contrib.dadapt_adamw": lambda f: f(estim_lr0=0.01),
     "contrib.dog": lambda f: f(1.0, 0.01 if OLD else ("learning_rate", 0.01)),
     "contrib.mechanize": lambda f: f(SGD, s_init=0.1),
     "contrib.prodigy": lambda f: f(estim_lr0=0.01),
-    # They divide by what may be next to 0, and so multiply the rounding of a sum.
+    # With the default `eps` they may divide by almost 0, which multiplies the rounding errors.
     "contrib.acprop": lambda f: f(LR, eps=0.01),
     "contrib.scale_by_acprop": lambda f: optax.chain(f(eps=0.01), DESCEND),
-    # It says that it takes any extra argument, but refuses all it does not know.
+    # Its signature allows any extra argument, but it refuses arguments that it does not know.
     "contrib.sam": lambda f: optax.GradientTransformation(
         *f(SGD, optax.chain(optax.contrib.normalize(), optax.sgd(0.1)))
     ),
     # Its learning rate has another name.
     "polyak_sgd": lambda f: f(),
-    # Its default is a rank that leaves these matrices as they are.
+    # With its default rank it would not change the gradients of these small matrices.
     "contrib.galore": lambda f: f(LR, rank=2, update_proj_gap=2),
-    # Others have arguments without a default.
+    # The remaining optimizers have arguments without a default.
     "add_noise": lambda f: optax.chain(f(0.01, 0.55, seed=0), DESCEND),
     "apply_if_finite": lambda f: f(ADAM, 2),
     "chain": lambda f: f(CLIP, ADAM),
@@ -152,7 +154,7 @@ ARGUMENTS = {
     "contrib.sophia": lambda f: asking_obj_fn(f(LR)),
 }
 
-# What no step of a program can use: why, and what is said when a program is built with it.
+# Optimizers that no program can use: the reason, and words of the error when one is built.
 
 CANNOT = {
     "lookahead": ("its parameters are pairs, LookaheadParams", "no attribute 'fast'"),
@@ -162,7 +164,7 @@ CANNOT = {
     "contrib.dpsgd": ("it needs each example's gradient", "batch dim"),
 }
 
-# What people use, besides what has a name in optax.
+# Optimizers that users make of several parts of optax.
 
 CHAINS = {
     "adafactor, factored": lambda: optax.adafactor(LR, min_dim_size_to_factor=4, momentum=0.9),
@@ -183,7 +185,10 @@ if not OLD:
 
 
 def find_makers():
-    """The functions that make a gradient transformation, as their signatures or docstrings say."""
+    """Returns optax's functions that return a gradient transformation, by name.
+
+    Their annotations or docstrings say what they return.
+    """
     makers = {}
     for prefix, module in (("", optax), ("contrib.", optax.contrib)):
         for name, function in inspect.getmembers(module, callable):
@@ -201,7 +206,7 @@ FAST = ["contrib.muon", "adafactor, factored", "clip, momentum, MultiSteps"]
 SLOW = [name for name in [*MAKERS, *CHAINS] if name not in {*FAST, *CANNOT}]
 ELEMENTWISE = ["adagrad", "adam", "adamw", "lion", "masked", "nadam", "partition", "rmsprop"]
 ELEMENTWISE += ["sgd", "sign_sgd", "trace", "contrib.schedule_free_adamw"]
-# What optax 0.2.5 does not have.
+# Functions that optax 0.2.5 does not have.
 NEW = {"contrib.galore", "freeze", "measure_with_ema", "monitor", "selective_transform", "snapshot"}
 
 
@@ -212,14 +217,15 @@ def make(name):
     parameters = inspect.signature(function).parameters
     required = [key for key, p in parameters.items() if p.default is p.empty]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The deprecated ones are to work until they go.
+        warnings.simplefilter("ignore")  # Deprecated optimizers must work too.
         if name in ARGUMENTS:
             return ARGUMENTS[name](function)
         if "learning_rate" in parameters:
             return function(LR) if required else function()
         if set(required) & {"inner", "tx"}:
             return function(ADAM)
-        # A part of an optimizer. Should it need a number, it is a decay or how far to clip.
+        # The function makes a part of an optimizer. If it needs a number, the number is a decay or
+        # the limit of a clip.
         return optax.chain(function(0.05) if required else function(), DESCEND)
 
 
@@ -233,19 +239,23 @@ def reference(name):
 
 
 def assert_close(actual, expected):
-    """As close as float32 in another order of summation, in units of a leaf's largest number."""
+    """Asserts that trees differ by no more than float32 sums in another order may differ."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     leaves = jax.tree_util.tree_leaves_with_path(expected)
     for (path, y), x in zip(leaves, jax.tree.leaves(actual), strict=True):
         if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
-        # The second term is for differences of parameters, no more exact than the parameters.
+        # The first term is relative to the largest number of the array. The second is for arrays of
+        # differences of parameters, which are no more exact than the parameters.
         atol = 1e-5 * np.abs(y).max(initial=0.0) + 2e-7
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 def assert_lies_like_parameters(program):
-    """Whatever in the optimizer's state bears a parameter's name and shape lies where it does."""
+    """Asserts that the optimizer's arrays for a parameter are sharded like the parameter.
+
+    An array of the optimizer's state is for a parameter if it has the parameter's path and shape.
+    """
     params = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
     for path, x in jax.tree_util.tree_leaves_with_path(program.abstract_state.opt_state):
         for name, parameter in params:
@@ -319,16 +329,17 @@ def test_the_tolerance_tells_a_norm_of_a_shard_from_that_of_the_whole(devices8, 
     whole = initial_params(), jax.jit(jax.grad(mean_loss))(initial_params(), BATCHES[0])
     alone = step(*(jax.tree.map(first_shard, tree, specs) for tree in whole))
     expected = jax.tree.map(first_shard, step(*whole), specs)
-    if name == "adam":  # It takes no norm.
+    if name == "adam":  # It computes no norm of a whole array.
         assert_close(alone, expected)
     else:
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             assert_close(alone, expected)
 
 
-# A device holds 128 of the 856 numbers in the parameters: an eighth of wide (288 + 24), norm (24),
-# heads (384) and narrow (112), and all of out (21 + 3). Among them are 119 of kernels and 71 of
-# matrices. A count, a coefficient and a placeholder are 4 bytes each, and so is a number.
+# The expected bytes of the optimizer's state on a device. A device stores 128 of the 856 numbers in
+# the parameters: an eighth of wide (288 + 24), norm (24), heads (384) and narrow (112), and all of
+# out (21 + 3). 119 of the 128 are in kernels, and 71 in matrices. A number, a count, a coefficient
+# and a placeholder have 4 bytes each.
 BYTES = {
     "adamw": 4 * (2 * 128 + 1),
     "masked": 4 * (2 * 128 + 1),
@@ -337,7 +348,7 @@ BYTES = {
     "multi_transform": 4 * (2 * 119 + 1 + (128 - 119)),
     "contrib.muon": 4 * (71 + 1 + 3 + 2 * (128 - 71) + 1),
     "adafactor": 4 * (128 + 1 + 7 * 2),
-    # The momentum, the moments of what has no factors, and the factors, which are not sharded.
+    # The momentum, the second moments that are not factored, and the factors, which are replicated.
     "adafactor, factored": 4 * (128 + (30 + 3) + (16 + 7 + 48 + 16 + 12 + 24 + 4 * 2) + 2),
 }
 
@@ -349,13 +360,13 @@ def test_bytes_of_the_optimizer_state_on_a_device(devices8, name):
 
 
 def find_collectives(compiled):
-    """What a compiled function communicates: (shape, how, details) for every collective."""
+    """Returns (shape, kind, details) for every collective of a compiled function."""
     kinds = r" = (.*) ((?:all|collective)-[a-z-]+?|reduce-scatter)(?:-start)?\((.*)"
     return re.findall(kinds, compiled.as_text())
 
 
 def collectives_of_optimizers(mesh, names):
-    """What the optimizers alone communicate; the details have a name in them."""
+    """Returns the collectives of optimizers' updates; the details name the optimizer."""
     states = {name: build(mesh, make(name)).abstract_state for name in names}
 
     def update(states):
@@ -392,8 +403,8 @@ def test_what_cannot_work_is_refused(devices8, name):
         build(make_mesh({"data": 8}, devices8), make(name))
 
 
-# Where an optimizer may stand that refuses extra arguments. `optax.contrib.sam` does, although it
-# says that it takes any.
+# Wrappers and chains that may contain an optimizer that refuses extra arguments, such as
+# `optax.contrib.sam`. (Its signature allows any extra argument, but it refuses them.)
 AROUND = {
     "chain": lambda tx: optax.chain(CLIP, tx, optax.ema(0.9)),
     "multi_transform": lambda tx: optax.multi_transform(
@@ -414,7 +425,7 @@ AROUND = {
 def test_a_part_of_an_optimizer_may_refuse_extra_arguments(devices8, around):
     adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
     tx = AROUND[around](optax.contrib.sam(SGD, adversary))
-    alone = optax.GradientTransformation(*tx)  # Which is given none.
+    alone = optax.GradientTransformation(*tx)  # So it gets no extra arguments.
     expected = optimize_on_one_device(alone, initial_params(), BATCHES, mean_loss)
     state, losses = train_program(build(make_mesh({"data": 8}, devices8), tx), BATCHES)
     assert_close((state.params, state.opt_state, losses), expected)

@@ -1,4 +1,4 @@
-"""What travels and is computed with may be narrower than what is stored."""
+"""Parameters may be gathered, and gradients reduced, in a narrower dtype than the stored one."""
 
 import re
 
@@ -24,7 +24,7 @@ BUILDERS = {
 
 
 class Mlp(nn.Module):
-    """Computes in the dtype of its parameters, for its inputs are narrow."""
+    """A model that computes in the dtype of its parameters, because its inputs are in bfloat16."""
 
     @nn.compact
     def __call__(self, x):
@@ -52,7 +52,7 @@ def build(name, devices, tx=None, **kwargs):
 
 
 def bytes_by_scope(program):
-    """Bytes of gathers, scatters and reductions of kernels, from the traced step."""
+    """Returns the bytes of the traced step by kind of collective, without metrics and counts."""
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     found = {}
     for collective in trace_collectives(traced):
@@ -69,7 +69,7 @@ def test_bytes_halve_on_the_wire(devices8, name):
     mixed = bytes_by_scope(build(name, devices8, gather_dtype="bfloat16", reduce_dtype="float32"))
     assert wide.keys() == narrow.keys() == mixed.keys()
     for kind in wide:
-        # ZeRO gathers new parameters, which are stored in float32.
+        # ZeRO gathers the new parameters after the update, in their stored dtype, float32.
         is_parameter = kind == "all_gather" and name.startswith("zero")
         assert narrow[kind] * (1 if is_parameter else 2) == wide[kind], kind
         gathers = kind == "all_gather" and not is_parameter
@@ -113,8 +113,8 @@ def test_modules_see_the_gather_dtype_also_in_evaluation(devices8, name):
         gather_dtype="bfloat16",
         **options,
     )
-    assert seen[-1] == (jnp.bfloat16, jnp.bfloat16)  # Evaluation is traced last.
-    assert seen[0] == (jnp.float32, jnp.float32)  # Initialisation first.
+    assert seen[-1] == (jnp.bfloat16, jnp.bfloat16)  # The evaluation is traced last.
+    assert seen[0] == (jnp.float32, jnp.float32)  # The initialisation is traced first.
 
 
 def test_parameters_may_be_stored_in_another_dtype(devices8):
@@ -131,7 +131,7 @@ def test_parameters_may_be_stored_in_another_dtype(devices8):
 
 
 class AddsFloat32(nn.Module):
-    """A loop whose layer adds a table of float32 to what it is given."""
+    """A loop over a layer that adds a float32 table to its input."""
 
     @nn.compact
     def __call__(self, x):

@@ -1,4 +1,4 @@
-"""Roles of mesh axes: how batches are split, and how the gradients follow from it."""
+"""The roles of mesh axes decide how batches are split and how gradients are reduced."""
 
 import chex
 import flax.linen as nn
@@ -106,7 +106,7 @@ def test_a_batch_that_does_not_divide_is_refused(devices8, batch, message):
 
 
 class PerToken(nn.Module):
-    """A model that treats every position of a sequence alike."""
+    """A model that computes each position of a sequence separately."""
 
     @nn.compact
     def __call__(self, x):
@@ -116,7 +116,7 @@ class PerToken(nn.Module):
 def test_a_dim_besides_the_first_may_be_split(devices8):
     rng = np.random.default_rng(0)
     inputs, labels = (rng.normal(size=(8, 12, n)).astype(np.float32) for n in (8, 4))
-    mask = (rng.random((8, 12)) < 0.5).astype(np.float32)  # Other counts on every device.
+    mask = (rng.random((8, 12)) < 0.5).astype(np.float32)  # So the devices have different counts.
     batch = Batch(inputs=inputs, labels=labels, mask=mask)
     mesh = make_mesh({"data": 4, "context": 2}, devices8)
     options = {"mesh": mesh, "batch": batch, "num_minibatches": 2, "min_weight_size": 1}

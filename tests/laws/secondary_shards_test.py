@@ -1,4 +1,7 @@
-"""What came over slow links is kept for the backward pass, which gathers over fast ones alone."""
+"""With `regather_axes`, the backward pass gathers weights only over the fast axes.
+
+The forward pass keeps the part of the weights that it gathered over the slow axes.
+"""
 
 import chex
 import flax.linen as nn
@@ -30,7 +33,7 @@ MESHES += [{"data": 1, "node": 8}, {"data": 2, "node": 2, "model": 2}]
 
 
 class Bare(nn.Module):
-    """A model that needs every kernel but the first in its backward pass, and has no biases."""
+    """A model without biases, whose backward pass needs every kernel but the first."""
 
     @nn.compact
     def __call__(self, x, train):
@@ -82,7 +85,7 @@ def test_layers_of_a_transformer_gather_again_within_the_group(
     again = [one for one in found if one.purpose == "regather_params"]
     assert again
     assert {one.axes for one in again} == {("data",)}
-    if code:  # What is kept are codes, too.
+    if code:  # The kept weights are quantized too.
         assert {str(one.dtype) for one in again} == {"uint8"}
     sent, closed = bytes_by_axes(found), step_bytes(program)
     assert sent["node",] == closed["node",]
@@ -103,7 +106,7 @@ def test_layers_of_a_transformer_gather_again_within_the_group(
 def test_slow_links_carry_a_gather_and_a_gradient(devices8, mesh, options):
     program = build(mesh, devices8, model=Bare(), **options)
     sent, closed = bytes_by_axes(parameter_collectives(program)), step_bytes(program)
-    # The first kernel is not gathered again, because nobody asks for the gradient of the inputs.
+    # The first kernel is not gathered again, because the gradient of the inputs is not needed.
     first = build(mesh, devices8, model=Bare(), keep_gathered=("Dense_0",))
     assert sent.get(("node",), 0) == closed.get(("node",), 0)
     assert sent.get(("data",), 0) <= closed.get(("data",), 0)

@@ -1,4 +1,4 @@
-"""Models that take more than one input, and batches that are any tree, against plain flax."""
+"""Models with several inputs, and batches that are any tree, train as in plain flax."""
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,7 @@ WIDTH = 16
 
 
 class EncoderDecoder(nn.Module):
-    """Draws from a stream of its own, and has statistics that it only reads."""
+    """A model that draws from its own RNG stream, and has statistics that it only reads."""
 
     @nn.compact
     def __call__(self, source, target, *, z_keys, mask=None, train=True):
@@ -66,7 +66,7 @@ def loss_fn(params, apply_fn, batch, rng):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """The parameters before and after a step of SGD with plain flax."""
+    """Returns the parameters before and after a step of SGD with plain flax."""
     init_rng, rng = jax.random.split(jax.random.key(0))
     args, kwargs = init_args(BATCH)
     model = EncoderDecoder()
@@ -130,7 +130,7 @@ def test_an_nnx_model_is_made_without_being_called(devices8):
 
 
 class Vae(nn.Module):
-    """As in flax's example, with a raw key for an argument."""
+    """The autoencoder of flax's example, which takes a random key as an argument."""
 
     @nn.compact
     def __call__(self, x, z_rng):
@@ -187,7 +187,7 @@ def test_a_batch_that_does_not_split_is_refused_by_name(devices8, change, messag
 
 def test_a_wrapper_around_a_module_is_refused_with_the_module(devices8):
     class Wrapper:
-        """As the models of transformers are."""
+        """A wrapper around a module, as the Flax models of transformers are."""
 
         module = Vae()
 

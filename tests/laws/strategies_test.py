@@ -1,4 +1,4 @@
-"""Every strategy in every mode is the same training; what differs is what is stored and sent."""
+"""Every strategy in every mode trains the same; only stored and sent bytes differ."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def reference():
     return train_on_one_device(Classifier(), make_tx(), BATCHES, loss_fn, train=False)
 
 
-# Those that `test_axes_may_be_tuples_and_the_mesh_larger` trains are slow here.
+# The pairs that are tested fast; the tests of all other pairs are slow.
 FAST = {("dp", "manual"), ("fsdp", "manual"), ("hsdp", "manual"), ("fsdp", "explicit")}
 
 

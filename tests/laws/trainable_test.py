@@ -1,4 +1,4 @@
-"""Training some parameters: the others stay, and cost neither gradient nor state."""
+"""With `trainable`, other parameters do not change, and cost neither gradients nor state."""
 
 import fnmatch
 import itertools
@@ -36,13 +36,13 @@ def is_trained(path, globs=GLOBS):
 
 
 def make_tx():
-    """An optimizer that looks at all that it is given, and decays what it may."""
+    """Returns an optimizer that clips by the norm of all gradients, and decays all weights."""
     steps = optax.sgd(0.5, momentum=0.9)
     return optax.chain(optax.clip_by_global_norm(0.05), optax.add_decayed_weights(0.01), steps)
 
 
 def some(tx, globs=GLOBS):
-    """The optimizer for one device that sees what is trained and nothing else."""
+    """Returns the optimizer for one device; it gets only the trained parameters."""
 
     def labels(params):
         return jax.tree_util.tree_map_with_path(
@@ -58,7 +58,7 @@ def reference():
 
 
 def frozen_arrays(program, params):
-    """The parameters that are not trained, on the host."""
+    """Returns the frozen parameters on the host."""
     leaves = zip(program.parameters, jax.tree.leaves(params), strict=True)
     return [np.asarray(x) for (info, _), x in leaves if not is_trained(info.path)]
 
@@ -82,7 +82,7 @@ def test_steps_equal_those_of_one_device(devices8, reference, name, mode):
     chex.assert_trees_all_equal(before, frozen_arrays(program, state.params))
 
 
-# What it costs.
+# Bytes and memory.
 
 
 ENDS, LAST = ("Dense_0/*", "Dense_2/*"), ("Dense_2/*",)
@@ -102,7 +102,7 @@ def test_frozen_parameters_cost_their_gathers_alone(devices8, name, in_bfloat16,
     found, predicted = formulas.read(program), step_bytes(program)
     sent = bytes_by_axes(found)
     if name.endswith("reshard"):
-        # The kernels up to the first that is trained are not gathered again.
+        # The backward pass does not need the kernels up to the first trained one.
         again = range(1) if "Dense_0/*" in trainable else range(3)
         axes, size = ("data",), program.mesh.shape["data"]
         for kernel in again:
@@ -139,7 +139,8 @@ PIPELINES = [
     ("zero1", {"data": 4, "stage": 2}, {"keep": "inputs"}),
     ("hsdp", {"replica": 2, "data": 2, "stage": 2}, {"chunks": 2, "schedule": "gpipe"}),
 ]
-# Layers alone; what stands before and behind them; one parameter that layers share.
+# Trained are: only the layers; only parameters before or after the layers; a parameter that the
+# layers share.
 PIPELINED = [("layers/*",), ("table",), ("last/*",), ("shared", "last/*")]
 
 
@@ -161,7 +162,7 @@ def test_pipelines_skip_the_gradients_of_what_is_frozen(devices8, globs, name, m
     assert_same_as_one_device(program, Batch(tokens, tokens[::-1].copy()), jax.random.key(0))
 
 
-# With everything else.
+# Together with all other kinds of mesh axes.
 
 AXES = [
     ({"data": 2, "model": 2, "expert": 2}, {}),
@@ -229,7 +230,7 @@ def test_some_of_a_transformer_on_every_axis(devices8, sizes, options, globs):
 
 
 class Coded(nn.Module):
-    """A frozen table of codes, which are integers, below what is trained."""
+    """A frozen table of integers, and a trained layer after it."""
 
     @nn.compact
     def __call__(self, x):
@@ -264,7 +265,7 @@ def test_frozen_parameters_may_be_integers(devices8, mode):
 
 @pytest.mark.slow
 def test_optimizers_that_try_other_parameters_try_those_that_are_trained(devices8):
-    # A line search evaluates the loss where it may go.
+    # The line search of L-BFGS evaluates the loss at other parameters.
     tx = optax.lbfgs(memory_size=3)
     reference = train_with_value(Classifier(), tx, BATCHES[:3])
     program = build("fsdp, pad", devices8, tx=tx, trainable=GLOBS)
@@ -273,7 +274,10 @@ def test_optimizers_that_try_other_parameters_try_those_that_are_trained(devices
 
 
 def train_with_value(model, tx, batches):
-    """The losses of one device, whose optimizer sees what is trained and evaluates the loss."""
+    """Returns the losses on one device with an optimizer that evaluates the loss.
+
+    The optimizer gets only the trained parameters.
+    """
     key, _ = jax.random.split(jax.random.key(0))
     params = model.init({"params": key}, batches[0].inputs, train=False)["params"]
     flags = jax.tree_util.tree_map_with_path(lambda path, _: is_trained(path_name(path)), params)

@@ -1,7 +1,8 @@
-"""Linen models that know nothing of sharding, under FSDP with every parameter sharded that can be.
+"""Linen models without any code for sharding train under FSDP as on one device.
 
-Each is trained for three steps of SGD and compared with plain flax on one device; SGD, because Adam
-would hide a wrong factor.
+FSDP shards every parameter that it can. Each model trains for three steps of SGD, and is compared
+with plain flax on one device. The optimizer is SGD, because Adam would hide a wrong factor in a
+gradient.
 """
 
 from typing import Any
@@ -39,7 +40,7 @@ class Scanned(nn.Module):
     metadata: Any = None
     remat: bool = False
     axis: int = 0
-    length: int = 8  # Divides by the number of devices: the layers must not be what is sharded.
+    length: int = 8  # Eight devices divide it, but FSDP must not shard the dim of the layers.
 
     @nn.compact
     def __call__(self, x):
@@ -56,7 +57,7 @@ class Scanned(nn.Module):
 
 
 class Broadcast(nn.Module):
-    """The same layer several times in a loop."""
+    """A loop that calls the same layer several times, with the same parameters."""
 
     @nn.compact
     def __call__(self, x):
@@ -75,7 +76,7 @@ class Remat(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Eight members, each with its own parameters."""
+    """An ensemble (`nn.vmap`) of eight members with different parameters."""
 
     @nn.compact
     def __call__(self, x):
@@ -90,7 +91,7 @@ class Ensemble(nn.Module):
 
 
 class SharedByVmap(nn.Module):
-    """One layer over a batch dimension of the input."""
+    """A layer that `nn.vmap` applies over a batch dim, with the same parameters."""
 
     @nn.compact
     def __call__(self, x):
@@ -99,7 +100,7 @@ class SharedByVmap(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is the head as well, and a layer that is called twice."""
+    """A model whose embedding is also its head, and which calls a layer twice."""
 
     def setup(self):
         self.embed = nn.Embed(WIDTH, WIDTH)
@@ -150,7 +151,7 @@ class RematScan(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Starts from a state of zeros, which do not vary over devices."""
+    """A recurrent layer; its initial state is zeros, whose type does not vary over devices."""
 
     cell: Any
     time_major: bool = False
@@ -202,14 +203,14 @@ def make_batch(seed=0, shape=(32, WIDTH)):
     return Batch(inputs=inputs, labels=rng.integers(0, 4, shape[0]))
 
 
-# What JAX's types of shardings do not take as flax writes it.
+# Models that JAX refuses in mode `explicit`, because of how flax implements a module.
 NOT_EXPLICIT = {
     "tied": "nn.Embed looks up sharded indices without saying how the result is sharded",
     "vmap, shared": "nn.vmap over sharded examples with the parameters unmapped",
 }
 
 
-# A loop, a module that people have, and types.
+# A loop, a common module, and mode `explicit`.
 FAST = {("scan, broadcast", "manual"), ("attention", "manual"), ("scan, remat", "explicit")}
 
 
@@ -236,7 +237,7 @@ def test_the_model_trains_as_on_one_device(devices8, name, mode):
         mode=mode,
     )
     sharded = [info for info, placement in program.parameters if len(placement.spec)]
-    assert len(sharded) >= len(program.parameters) - 1  # All but the bias of the last layer.
+    assert len(sharded) >= len(program.parameters) - 1  # Only the last bias may be replicated.
     state, losses = train_program(program, batches)
     np.testing.assert_allclose(losses, expected.losses, rtol=2e-5)
     params = jax.device_get(state.params)
@@ -245,7 +246,7 @@ def test_the_model_trains_as_on_one_device(devices8, name, mode):
 
 @pytest.mark.parametrize("name", NOT_EXPLICIT)
 def test_what_explicit_types_do_not_take_is_refused_by_jax(devices8, name):
-    """When this fails, jax or flax has learnt it: take the model out of `NOT_EXPLICIT`."""
+    """If this test fails, jax or flax now supports the model: remove it from `NOT_EXPLICIT`."""
     mesh = make_mesh({"data": 8}, devices8)
     with pytest.raises(Exception, match=r"out_sharding=|cannot be sharded"):
         fsdp(
@@ -264,7 +265,7 @@ def test_what_explicit_types_do_not_take_is_refused_by_jax(devices8, name):
     [
         ("stack", 9, 9),  # Nine parameters are sharded, each used once.
         ("scan", 3, 3),  # Kernel and bias of a layer inside the loop, kernel of the head.
-        ("scan, remat", 4, 3),  # The loop's kernel again for the backward pass.
+        ("scan, remat", 4, 3),  # The backward pass gathers the loop's kernel again.
         ("tied", 5, 5),  # `setup` asks for the embedding once, the layer is called twice.
     ],
 )
@@ -285,7 +286,7 @@ def test_a_parameter_is_gathered_once_for_each_use(devices8, name, gathers, scat
 
 @pytest.mark.slow
 def test_a_penalty_on_the_parameters_reads_them_unboxed(devices8):
-    """`params` are boxed in the loss function; `nn.unbox` gives them whole."""
+    """Tests that a loss function can read the complete parameters with `nn.unbox`."""
 
     def penalised(params, apply_fn, batch, rng):
         loss, metrics = class_loss(params, apply_fn, batch, rng)

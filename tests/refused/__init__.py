@@ -1,1 +1,1 @@
-"""What is refused, and the words for it."""
+"""Tables of users' mistakes, with the error that each must raise before XLA compiles anything."""

@@ -1,4 +1,4 @@
-"""Command lines, config files and lines of data that a command refuses with one sentence."""
+"""Mistakes in command lines, config files and input lines; each gives an error of one sentence."""
 
 import functools
 import json
@@ -33,12 +33,12 @@ def parse_file(text, name="a.py"):
 
 
 def usage_rows(name, call, *cases):
-    """Yields rows of usage errors of one line."""
+    """Yields rows for `UsageError`s whose message is one line."""
     return rows(name, call, *((a, UsageError, words) for a, words in literally(*cases)))
 
 
 def lines(command, flag, *cases):
-    """Yields rows of a command's input of one line, which is an object or a text."""
+    """Yields rows for wrong lines of a command's input; a line is a JSON object or a text."""
 
     def call(line):
         ask(command, flag, [line if isinstance(line, str) else json.dumps(line)])

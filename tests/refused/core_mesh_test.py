@@ -1,4 +1,4 @@
-"""What is refused of meshes, of their axes, and of models that say how they are sharded."""
+"""Mistakes in meshes and mesh axes, and in models that constrain shardings themselves."""
 
 import functools
 
@@ -32,7 +32,7 @@ MISSING = r"names \['replica', 'data'\].*make_mesh\({'replica': 1, 'data': 1, 'm
 
 
 class Says(nn.Module):
-    """Two products, and between them what a row has the model say."""
+    """Two dense layers; between them the model calls `say`, for example to constrain a sharding."""
 
     say: object
 
@@ -55,7 +55,7 @@ constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=P("dat
 
 
 def say(what, *, axes=None, builder=data_parallel, model=Says):
-    """Builds a program of a model that calls `function(h)`, or `function(mesh)(h)`, in a mode."""
+    """Builds a program whose model calls a function; `what` is (function, mode)."""
     function, mode = what
     mesh = make_mesh(axes or {"data": 2, "model": 4})
     if function in (named, mapped):

@@ -1,4 +1,4 @@
-"""What is refused of models of flax Linen, of their losses and of how they are called."""
+"""Mistakes in Linen models, in their loss functions, and in how the models are called."""
 
 import functools
 
@@ -25,7 +25,7 @@ ROWS = Batch(np.ones((16, 8), np.float32), np.zeros(16, np.int32))
 DATA8 = abstract_mesh({"data": 8}, 8)
 
 
-# Models, by what is wrong with them.
+# Wrong models; their names say what is wrong.
 
 
 class Silent(nn.Module):
@@ -77,7 +77,7 @@ class Growing(nn.Module):
 
 
 class Seen(nn.Module):
-    """Adds to a variable what a condition on the data chooses."""
+    """Adds 0 or 1 to a variable, as a condition on the data decides."""
 
     @nn.compact
     def __call__(self, x):
@@ -154,7 +154,7 @@ CONSTANT = (
 NORM = nn.BatchNorm(use_running_average=False, axis_name="batch")
 DRAWS = nn.Sequential([nn.Dense(64), ByHand()])
 MEMORY = {"memory": {"seen": np.zeros(2, np.float32)}}
-# Models and losses that reduce over an axis that is not bound, with options of the program.
+# Models and losses that reduce over a mesh axis that is not bound, and options of their programs.
 OF_NO_AXIS = (
     ((NORM, {}), UNBOUND + r"the mesh has the axes \['data'\].* axis_aliases=.'batch': 'data'."),
     ((NORM, {"mode": "auto"}), UNBOUND + "in this mode no axis is bound"),

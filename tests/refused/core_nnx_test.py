@@ -1,4 +1,4 @@
-"""What is refused of models of flax NNX."""
+"""Mistakes in NNX models."""
 
 import functools
 
@@ -18,7 +18,7 @@ TWO_BY_FOUR = {"data": 2, "model": 4}
 LECUN = nnx.initializers.lecun_normal()
 
 
-# Models, by what is wrong with them.
+# Wrong models; their names say what is wrong.
 
 
 class Lazy(nnx.Module):
@@ -89,7 +89,7 @@ class Dense(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """Three layers whose kernels have names, and a name for the dim of the layers or none."""
+    """Three stacked layers; `names` annotates their kernels, `metadata` perhaps the stack dim."""
 
     def __init__(self, rngs, names, **metadata):
         init = nnx.with_partitioning(LECUN, names, **metadata)
@@ -108,7 +108,7 @@ def make_number(rngs):
 
 
 def annotated(metadata):
-    """Makes a module whose one parameter of `shape` has `metadata`."""
+    """Makes a module with one parameter; `metadata` has annotations, and perhaps a `shape`."""
     metadata = dict(metadata)
     shape = metadata.pop("shape", (16, 4))
 
@@ -132,7 +132,7 @@ abstract = nnx.eval_shape(lambda: Dense(nnx.Rngs(0)))
 
 
 def call(variables):
-    """Traces a call of a model with what a function makes of its variables."""
+    """Traces a call of a model after a function has changed its variables."""
     interface, key = interface_of(Dense), jax.eval_shape(jax.random.key, 0)
     own = jax.eval_shape(interface.init, key)
     jax.eval_shape(lambda own, x: interface.apply(variables(own), x), own, BATCHES[0].inputs)

@@ -1,4 +1,4 @@
-"""What is refused of annotations, of rules, and of collectives over parameters."""
+"""Mistakes in annotations and rules of parameters, and in collectives over parameters."""
 
 import functools
 import operator
@@ -26,7 +26,7 @@ VALUE = jax.ShapeDtypeStruct((18, 64), jnp.float32)
 
 
 def resolve(case, box=nn.Partitioned):
-    """Resolves the names of a kernel, of which loops run over some dims."""
+    """Resolves the names of a kernel's dims; `case` is the names, then the dims of loops."""
     names, *loop_dims = case
     options = {"loop_dims": frozenset(loop_dims), "mesh": FOUR_BY_TWO, "rules": RULES}
     return mesh_names("mlp/kernel", box(VALUE, names), VALUE.shape, **options)
@@ -225,7 +225,7 @@ REFUSED = [
             r"gather_examples: x\['loss'\] has no dims",
         ),
         (lambda: on_data(lambda x: gather_examples(jnp.ones(1))), SAME),
-        # The types do not tell.
+        # Without `check_vma`, the types do not show that the values are equal on all devices.
         (lambda: on_data(gather_examples, check_vma=False), SAME),
         (
             lambda: on_data(lambda x: gather_examples(x, "dat")),

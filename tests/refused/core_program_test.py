@@ -1,4 +1,4 @@
-"""What is refused of a program's arguments, of its gradients and of the options of its steps."""
+"""Mistakes in the arguments of builders, in gradients, and in the options of steps."""
 
 import functools
 import math
@@ -66,7 +66,7 @@ ARGUMENTS = (
 
 
 def accumulate(case):
-    """Divides so many examples into so many minibatches."""
+    """Accumulates gradients; `case` is the numbers of examples and of minibatches."""
     size, num_minibatches = case
     batch = Batch(np.ones((size, 4), np.float32), np.ones(size, np.float32))
     key = jax.eval_shape(jax.random.key, 0)
@@ -93,7 +93,7 @@ def on_four_by_two(function, *axes):
 
 
 def feed_back(case):
-    """Builds a program with error feedback and two minibatches."""
+    """Builds a program with error feedback and two minibatches; `case` is (builder, options)."""
     builder, options = case
     build(builder=builder, num_minibatches=2, **{**FEEDBACK, **options})
 

@@ -1,4 +1,4 @@
-"""What is refused of tokenizers, chats and their templates."""
+"""Mistakes in tokenizers, chats and chat templates."""
 
 import json
 import re

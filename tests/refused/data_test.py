@@ -1,4 +1,4 @@
-"""What is refused of data: sources, mixtures, files of documents, and token files."""
+"""Mistakes in data: sources, mixtures, files of documents, and token files."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def cache_in_a_file(name):
 
 
 def load_damaged(damage):
-    """Damages token files, and then looks at what they hold."""
+    """Writes token files, damages them with `damage`, and reads an example from them."""
     (HERE / "corpus").mkdir()
     for index in range(30):
         (HERE / "corpus" / f"{index}.py").write_text(f"def f{index}(x):\n    return x + {index}\n")

@@ -1,4 +1,4 @@
-"""What is refused by functions that read programs: budgets, collectives, formulas and ledgers."""
+"""Mistakes in arguments of `manualpar.inspect`: budgets, programs to read, formulas, ledgers."""
 
 import functools
 import operator
@@ -69,7 +69,7 @@ def budget(text):
 
 
 def traced(function, check_vma=True):
-    """Traces a function of one device's part of an array, and makes its result vary."""
+    """Traces `function` inside `shard_map`, with one device's part of an array as its argument."""
 
     def on_device(x):
         y = function(x).ravel()
@@ -115,7 +115,7 @@ def chat(x, **params):
 
 
 def inner(program):
-    """The program of one device, without its mesh."""
+    """Returns the jaxpr inside the program's `shard_map`."""
     [shard_map] = program.jaxpr.jaxpr.eqns
     return ClosedJaxpr(shard_map.params["jaxpr"], ())
 
@@ -136,7 +136,7 @@ def gather(x):
 
 
 def in_two_dimensions():
-    """A program of a strategy that shards a parameter over two axes, in two dims."""
+    """Builds a program of a strategy that shards two dims of a parameter, over different axes."""
     strategy = Strategy(
         "tiled",
         lambda info, axes, size: Placement(("replica", "data")),

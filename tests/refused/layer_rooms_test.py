@@ -1,4 +1,4 @@
-"""What is refused of attention, of experts, of pipelines and of plans."""
+"""Mistakes in attention, experts, pipelines and tensor-parallel plans."""
 
 import functools
 
@@ -46,7 +46,7 @@ def attend(options):
 
 
 def attend_split(case):
-    """Attends to a sequence that is split over four devices."""
+    """Traces attention over a sequence that is split over four devices."""
     how, counts, length, *options = case
     context = Context("context", how)
     function = functools.partial(context.attention, **dict(*options))
@@ -70,7 +70,7 @@ def init_moe(x, *mask, **fields):
 
 
 def init_moe_on(case):
-    """Initialises a layer on a mesh, of which some axes split the examples."""
+    """Initialises an MoE layer on a mesh; `case` is (fields, sizes of axes, data axes)."""
     fields, sizes, data_axes = case
 
     def init(x):
@@ -92,7 +92,7 @@ VOCAB = 16
 
 
 class Between(nn.Module):
-    """Something between two products."""
+    """Two dense layers, with a function between them."""
 
     between: object = nn.relu
     width: int = 32

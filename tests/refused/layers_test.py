@@ -1,4 +1,4 @@
-"""What is refused of split dense layers, rings, boundaries, vocabularies and losses."""
+"""Mistakes in split dense layers, rings, boundaries of split layers, vocabularies and losses."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def init_dense(case):
 
 
 def apply_dense(case):
-    """Applies a layer on devices to an input that is whole, or in chunks."""
+    """Applies a split layer to an input that is complete on each device, or in chunks of a ring."""
     layer, enter_as = case
     x = ones((8, layer.shape[0]))
     boxed = jax.eval_shape(layer.init, jax.eval_shape(jax.random.key, 0), x)
@@ -91,7 +91,7 @@ def on_tokens(case):
 
 
 class Bigrams(nn.Module):
-    """Logits of which each device along `model` has some columns."""
+    """A language model that returns this device's columns of the logits, split over `model`."""
 
     @nn.compact
     def __call__(self, tokens, train=False):
@@ -115,7 +115,7 @@ def head_loss(change):
 
 
 def head_loss_on(spec):
-    """Traces the loss with a head that is split and labels that are sharded as `spec` says."""
+    """Traces the loss with a split head, and with labels sharded as in `spec`."""
 
     def loss(head, labels):
         return head_cross_entropy(jnp.zeros((*labels.shape, 5)), head, labels, axis="model")[0]

@@ -1,4 +1,4 @@
-"""What a classifier, losses, adapters and generation refuse."""
+"""Mistakes in classifiers, losses, LoRA, quantization and text generation."""
 
 import functools
 import types
@@ -29,7 +29,7 @@ def init(model, *inputs):
 
 
 def lose(changes):
-    """Takes the loss of a model that returns logits of five classes, or what `answer` says."""
+    """Traces the loss of a model that returns logits of five classes, or calls `answer`."""
     answer = changes.get("answer")
 
     def apply(variables, tokens, train, rngs):
@@ -42,7 +42,7 @@ def lose(changes):
 
 
 class Answers(nn.Module):
-    """A model that is given labels, and returns what a row wants."""
+    """A model that gets labels, and returns the result of `answer`."""
 
     answer: object
 
@@ -51,7 +51,7 @@ class Answers(nn.Module):
 
 
 class Batched(nn.Module):
-    """Layers that cannot be adapted."""
+    """A model with layers for which LoRA has no adapter."""
 
     @nn.compact
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def quantize(arguments):
 
 
 def generate(arguments, tokenizer=None):
-    """Asks a generator whose steps are never run."""
+    """Calls a generator with prompts that it refuses before it runs a step."""
     prompts, options = arguments
     steps = types.SimpleNamespace(model=Transformer(vocab_size=260, bos_token=256), row_devices=2)
     state = types.SimpleNamespace(params={}, collections={})
@@ -109,7 +109,7 @@ REFUSED = [
         "language_model_loss",
         lose,
         *cases(
-            # Numpy would spread it over the tokens: there are as many as examples.
+            # There are as many tokens as examples, so NumPy would broadcast the mask over tokens.
             (
                 {"mask": np.ones(3)},
                 r"batch.mask has the shape \(3,\), expected \(3, 3\): one for each",

@@ -1,4 +1,4 @@
-"""What a `Transformer` refuses: fields, tokens, meshes that do not fit it, and layouts."""
+"""Mistakes with a `Transformer`: in its fields, tokens, mesh and layout."""
 
 import functools
 
@@ -59,7 +59,7 @@ def count(model):
 
 
 def fields(use, model, *given):
-    """Yields rows of fields, whose messages begin with `Transformer:` if they name no group."""
+    """Yields rows for wrong fields; messages begin with a group's name or with `Transformer:`."""
     own = (row for row in given if not row[1][0].isupper())
     of_groups = (row for row in given if row[1][0].isupper())
     named = (*cases(*own, begins="Transformer: "), *cases(*of_groups, begins="^"))

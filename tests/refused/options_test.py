@@ -1,4 +1,4 @@
-"""Options that builders refuse: their values, and what they cannot be combined with."""
+"""Wrong values of builders' options, and options that cannot be combined."""
 
 import optax
 import pytest

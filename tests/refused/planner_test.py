@@ -1,4 +1,4 @@
-"""What the planner refuses: topologies, chips, costs, configs, and answers of the TPU compiler."""
+"""Mistakes in the planner's inputs, and unexpected results of the TPU compiler."""
 
 import functools
 import signal
@@ -56,7 +56,7 @@ def split_examples(layout):
 
 
 def compile_with(arguments):
-    """Compiles with a worker that answers as a row says."""
+    """Calls `compile_for_tpu` with a fake compiler that returns the result of a row."""
     result, more = arguments
     with pytest.MonkeyPatch.context() as patch:
         answer(patch, result, **more)

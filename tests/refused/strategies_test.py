@@ -1,4 +1,4 @@
-"""What is refused of strategies: what one says wrongly, and options and registrations of others."""
+"""Mistakes in a user's own strategies, in their registration, and in strategies' options."""
 
 import dataclasses
 import functools
@@ -29,14 +29,14 @@ PLAIN = Strategy(
 
 
 def build_own(changes, axes=None):
-    """Builds a program of a strategy of one's own."""
+    """Builds a program of a user's own strategy, which is `PLAIN` with `changes`."""
     mesh = abstract_mesh(axes or {"data": 4, "model": 2}, 8)
     strategy = dataclasses.replace(PLAIN, **changes)
     build_program(strategy, Classifier(), optax.sgd(0.1), loss_fn, mesh=mesh, batch=BATCHES[0])
 
 
 def first_dim(name, **more):
-    """Places the first dim of every matrix over `name`."""
+    """Returns a strategy's `place`, which shards the first dim of every matrix over axis `name`."""
 
     def place(info, axes, axis_size):
         names = (name, *(None,) * (len(info.shape) - 1)) if len(info.shape) == 2 else info.names
@@ -61,7 +61,7 @@ KERNEL = ParameterInfo(
 
 
 def place_kernel(placed):
-    """Places a parameter that the model splits over one axis and shares over another."""
+    """Places a parameter that the model splits over axis `model` and shares over axis `expert`."""
     mesh = abstract_mesh({"data": 2, "model": 2, "expert": 4}, 16)
 
     def place(info, axes, axis_size):
@@ -80,7 +80,7 @@ DIMS_OF_THE_MODEL = (
 
 
 class OverReplicas(nn.Module):
-    """A layer that is split over the axis of the replicas, with one row for two or for all."""
+    """A layer whose parameter `rows` is split over the replicas, or shared by them."""
 
     shared: bool
 

@@ -1,4 +1,4 @@
-"""What is refused of clusters, of paths in buckets, and of files that anybody may have written."""
+"""Mistakes in cluster settings and bucket paths, and files that somebody else may have written."""
 
 import functools
 import importlib.util
@@ -35,7 +35,7 @@ def assign_from(environment):
 
 
 def start(environment, refuse, *, devices=None):
-    """Starts where jax's own start, or its list of devices, fails as `refuse` does."""
+    """Initialises the cluster while jax's own start, or its list of devices, raises an error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.distributed, "initialize", refuse)
         if devices:
@@ -44,7 +44,7 @@ def start(environment, refuse, *, devices=None):
 
 
 def find_nobody(*_, **__):
-    """As in a pod without the package `kubernetes`, whose warning says no more."""
+    """Acts as jax does in a pod without the package `kubernetes`: warns, and raises an error."""
     warnings.warn("Kubernetes environment detected, but ...", stacklevel=1)
     raise ValueError("coordinator_address should be defined.")
 

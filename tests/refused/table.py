@@ -1,4 +1,4 @@
-"""Tables of refusals: a call, the class of the error, and words that its message must hold."""
+"""Tables of mistakes. A row is a call, the class of its error, and words of the message."""
 
 import functools
 import re
@@ -14,13 +14,13 @@ from tests.tiny import BATCHES, Classifier, loss_fn
 
 
 def rows(name: str, call: Callable[..., Any], *cases: Any, marks: Any = ()) -> Iterator[Any]:
-    """Yields a row for each case of one call.
+    """Yields a row of the table for each case of one call.
 
     Args:
-      name: The rows' names begin with it.
-      call: Takes a case's argument.
-      cases: Each is the argument, then the class of the error where it is not `ValueError`, then
-        the words, a regular expression.
+      name: The beginning of the rows' names.
+      call: The function that must raise the error; it gets a case's argument.
+      cases: A case is `(argument, words)` for a `ValueError`, or `(argument, error, words)`. The
+        words are a regular expression for the message.
       marks: Pytest's marks of the rows.
     """
     for argument, *error, words in cases:
@@ -48,7 +48,7 @@ def check_refused(call: Callable[[], Any], error: type[Exception], words: str) -
 
 
 def build(model=None, builder=fsdp, *, tx=None, loss=loss_fn, axes=None, **options):
-    """Builds a small program for eight devices that need not be there."""
+    """Builds a small program on an abstract mesh of eight devices, which need not exist."""
     if builder is not data_parallel:
         options.setdefault("min_weight_size", 1)
     options = {"mesh": abstract_mesh(axes or {"data": 8}, 8), "batch": BATCHES[0], **options}
@@ -56,7 +56,7 @@ def build(model=None, builder=fsdp, *, tx=None, loss=loss_fn, axes=None, **optio
 
 
 def trace_on(mesh, function, specs, *args, out=None, check_vma=True):
-    """Traces a function of each device's part of the arguments; nothing is compiled or run."""
+    """Traces a function inside `shard_map`; nothing is compiled or run."""
     run = jax.shard_map(
         function, mesh=mesh, in_specs=specs, out_specs=out or specs, check_vma=check_vma
     )

@@ -1,4 +1,4 @@
-"""What is refused of configs: fields, and what does not go together or does not fit the machine."""
+"""Mistakes in configs: wrong fields, fields that contradict, and models that do not fit."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.refused.sentences import cases, literally
 from tests.refused.table import check_refused, rows
 
 SMALL = {"model.hidden_size": 16}
-# A field, a value that it cannot have, and words of the message.
+# A row is a field, a value that the field cannot have, and words of the message.
 WRONG = (
     ("seed", -1, "config.seed is -1, expected an integer, at least 0 and less than 4294967296."),
     ("seed", 2**32, "config.seed is 4294967296, expected an integer"),
@@ -166,7 +166,7 @@ OPTIMIZERS = (
 
 
 def changed(changes, module=fsdp):
-    """Returns a config in which fields have other values, of other types perhaps."""
+    """Returns a complete config with some fields changed; their types are not checked here."""
     config = complete_config(module.get_config())
     for name, value in changes.items():
         *groups, last = name.split(".")
@@ -206,7 +206,7 @@ def build(changes):
 
 
 def build_split(changes):
-    """Builds a small language model whose layers are split, over a few texts."""
+    """Builds a config's program: a small language model with split layers, on a few texts."""
     for number in range(5):
         Path(f"{number}.txt").write_text(f"{number} and no more\n" * 30)
     sizes = {"model.mlp_size": 16, "model.num_layers": 1, "model.vocab_multiple": 4}
@@ -216,7 +216,7 @@ def build_split(changes):
 
 
 def fit(changes):
-    """Builds a program for a machine with 32 GiB."""
+    """Checks whether a config's program fits into a machine with 32 GiB of memory."""
     config = fsdp.get_config()
     config.update_from_flattened_dict({"optimizer.num_minibatches": 1, **changes})
     with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +225,7 @@ def fit(changes):
 
 
 def required(module, fields):
-    """Yields rows of configs that lack a field without a default."""
+    """Yields a case for each field without a default, for configs that lack this field."""
     for name, field in fields.items():
         if field.default is None:
             yield (module, name), f"config.{name} is missing, expected"

@@ -1,4 +1,4 @@
-"""What a run refuses of changed configs, checkpoints, manifests, result files and profiles."""
+"""Mistakes in the files of a run: changed configs, checkpoints, manifests, results, profiles."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ def differences(*lines):
 
 
 def read_text(text):
-    """Reads a manifest of that text, or none."""
+    """Reads a manifest with this text; with `None` there is no file."""
     if text is not None:
         (HERE / MANIFEST).write_text(text)
     read_manifest(HERE)
