@@ -38,7 +38,7 @@ from manualpar.errors import (
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketPath, as_path
 from manualpar.training.checkpoints.compatibility import REMOVED
-from manualpar.training.config import flatten_config, load_config
+from manualpar.training.config import FIELDS, flatten_config, load_config
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.monitoring.progress import make_console
 from manualpar.training.monitoring.run_files import create_numbered_folder
@@ -51,7 +51,7 @@ EXPECTED: Mapping[type, str] = {
     float: "a number",
     bool: "true or false",
     tuple: "a tuple of pairs such as (('embed', None), ('mlp', 'data'))",
-    ml_collections.ConfigDict: "a dict such as {'data': -1}",
+    ml_collections.ConfigDict: "a dict",
 }
 EXAMPLES: Mapping[str, str] = {
     "parallel.mesh": """--config.parallel.mesh="{'replica': 2, 'data': -1}\"""",
@@ -271,6 +271,10 @@ def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
 
     def kind_of(name: str) -> tuple[type, str]:
         default = functools.reduce(lambda group, key: group[key], name.split(".")[1:], config)
+        if isinstance(default, ml_collections.ConfigDict):
+            field = FIELDS.get(name.removeprefix("config."))
+            words = field.expectation() if field else "a dict such as {'data': -1}"
+            return type(default), words.removeprefix("a dict")
         example = f" such as {default!r}" if type(default) in (int, float) else ""
         return type(default), example
 
