@@ -38,6 +38,8 @@ def get_config() -> ConfigDict:
     config.model.hidden_size = 128
     config.model.mlp_size = 512
     config.model.dtype = "float32"  # in bfloat16, losses would differ by the order of sums
+    config.optimizer.learning_rate = 2e-3  # the peak
+    config.optimizer.warmup_steps = 20
     config.optimizer.clip_norm = 0.0
     config.training.num_steps = 20
     return config.lock()

@@ -53,7 +53,7 @@ EXPECTED: Mapping[type, str] = {
     float: "a number",
     bool: "true or false",
     tuple: "a tuple of pairs such as (('embed', None), ('mlp', 'data'))",
-    ml_collections.ConfigDict: "a dict such as {'data': -1}",
+    ml_collections.ConfigDict: "a dict",
 }
 EXAMPLES: Mapping[str, str] = {
     "parallel.mesh": """--config.parallel.mesh="{'replica': 2, 'data': -1}\"""",
@@ -310,6 +310,10 @@ def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
 
     def kind_of(name: str) -> tuple[type, str]:
         default = functools.reduce(lambda group, key: group[key], name.split(".")[1:], config)
+        if isinstance(default, ml_collections.ConfigDict):
+            field = FIELDS.get(name.removeprefix("config."))
+            words = field.expectation() if field else "a dict such as {'data': -1}"
+            return type(default), words.removeprefix("a dict")
         example = f" such as {default!r}" if type(default) in (int, float) else ""
         return type(default), example
 

@@ -68,6 +68,7 @@ REFUSED = [
         (["--config.training.num_steps=1.5"], "1.5: expected an integer without point or"),
         (["--config.training.num_steps=1e5"], "exponent such as 1000."),
         (["--config.optimizer.learning_rate=x"], "learning_rate=x: expected a number such as 0.00"),
+        (["--config.optimizer.arguments=3"], "expected a dict such as {'nesterov': True}."),
         (["--config.optimizer=3"], "--config.optimizer=3: expected a dict such as {'data': -1}."),
         (["--config.seed"], "Missing value for flag --config.seed."),
         ([f"--config={DEFAULT}", f"--config={DEFAULT}"], "--config is given twice"),

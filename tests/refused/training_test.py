@@ -35,7 +35,7 @@ def resume(changes):
 
 def differences(*lines):
     listed = "".join(f"\n  {re.escape(line)}" for line in lines)
-    return rf"^the config changes the model or the data of the run.*{listed}\Z"
+    return rf"^the config changes the model, the data or the optimizer of the run.*{listed}\Z"
 
 
 def read_text(text):
@@ -77,6 +77,7 @@ REFUSED = [
         "resume",
         resume,
         ({"seed": 1, "training.num_steps": 1}, differences("seed: 0 -> 1")),
+        ({"optimizer.name": "lion"}, differences("optimizer.name: (absent) -> 'lion'")),
         ({"data.source": "tokens"}, differences("data.source: 'text' -> 'tokens'")),
         ({"data.path": "x"}, differences("data.path: (absent) -> 'x'")),
         ({"model.hidden_size": 256}, differences("model.hidden_size: 128 -> 256")),

@@ -1,8 +1,8 @@
 """Decides whether a run may be resumed with a changed config.
 
-Fields that determine the trained function, the examples, or their order must not change, because
-the rest of the run would then belong to another experiment. Fields for parallelism, duration and
-reports may change.
+Fields that determine the trained function, the examples, their order or the optimizer must not
+change, because the rest of the run would then belong to another experiment. Fields for parallelism,
+duration and reports may change.
 """
 
 import types
@@ -103,8 +103,8 @@ def check_resumable(
             lines.append(f"{name}: {old} -> {new}")
     if refused:
         raise ValueError(
-            "the config changes the model or the data of the run in the workdir; expected the "
-            "saved values. Set them again, or choose another workdir (saved -> asked for):\n"
+            "the config changes the model, the data or the optimizer of the run in the workdir; "
+            "expected the saved values. Set them again, or choose another workdir (saved -> asked for):\n"
             + "\n".join(f"  {line}" for line in refused)
         )
     return gone + allowed
