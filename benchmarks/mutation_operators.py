@@ -96,6 +96,8 @@ EQUIVALENT: Mapping[str, str] = {
     "core.model.split_dropout:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
     "core.modes.manual:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
     "core.modes.manual:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
+    "core.program.gradient_rounding:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
+    "core.program.gradient_rounding:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
     "core.modes.manual:*:sync_collections:duplicate": _NOTHING_LEFT,
     "*:gather_data_axes:duplicate": _NOTHING_LEFT,
     "core.modes.manual:*:replicate_shards:duplicate": _NOTHING_LEFT,

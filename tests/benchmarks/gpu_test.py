@@ -78,7 +78,7 @@ def test_without_pytorch_there_is_a_sentence_with_the_command(monkeypatch, capsy
         gpu.main(["--tiny"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert "PyTorch is not installed; pip install 'manualpar[torch,train]'" in error
+    assert "PyTorch is not installed. Run pip install 'manualpar[torch,train]'" in error
 
 
 @pytest.mark.parametrize("flag", ["--devices=9", "--devices=0", "--rounds=0"])
@@ -217,7 +217,7 @@ def test_the_batch_fills_the_memory(monkeypatch):
 
 
 def test_a_device_that_does_not_say_how_much_memory_it_has():
-    with pytest.raises(ValueError, match="does not say how much memory"):
+    with pytest.raises(ValueError, match="does not report its memory"):
         gpu_steps.largest_batch(_options())
 
 

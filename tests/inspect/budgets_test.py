@@ -248,8 +248,8 @@ def test_what_varies_with_versions_is_given_room():
 def test_limits_on_what_is_compiled_outlive_a_step_that_is_not():
     earlier = _budget('temporaries = 77\ncompiled_bytes = "1 KiB"')
     text = budget_text("lm", STEP, earlier)
-    assert "temporaries = 77  # as before" in text
-    assert "compiled_bytes = 1_024  # as before" in text
+    assert "temporaries = 77  # as in the earlier budget" in text
+    assert "compiled_bytes = 1_024  # as in the earlier budget" in text
     assert "compiled_collectives" not in text
     text = budget_text("lm", _ledger(*STEP["collectives"], compiled=COMPILED), earlier)
     assert "compiled_bytes = 2_048  # measured, plus 20%" in text  # 1,080 in whole KiB.

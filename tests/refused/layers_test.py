@@ -165,7 +165,7 @@ REFUSED = [
         ),
         (
             lambda x, w: matmul_scatter(jnp.ones((4, 4)), w, "model", 0),
-            "the same on all devices along .'model',. by its type, expected what the devices",
+            "the same on all devices along .'model',. by its type, expected different terms",
         ),
         (
             lambda x, w: matmul_scatter(enter_ring(x[None], "model", 0), w, "model", 1),

@@ -170,7 +170,10 @@ REFUSED = [
         ),
         ((Somebodys(), {"*": 4}), "'embed/embedding'|head/bias', which is float32 of shape .16,."),
         ((Somebodys(), {"*kernel": 4, "head/*l": 8}), "'head/kernel' has more than one block"),
-        ((tensor_parallel(Somebodys(), PLAN), {"*kernel": 3}), "last block of 3 is shorter"),
+        (
+            (tensor_parallel(Somebodys(), PLAN), {"*kernel": 3}),
+            "a block length of 3 does not divide its",
+        ),
     ),
     *rows(
         "quantized",
@@ -179,7 +182,11 @@ REFUSED = [
         ((lora(Somebodys(), SOMEBODYS, alpha=4),), TypeError, "lora.quantized.model., ....."),
         ((Somebodys(), {}), TypeError, "targets is {}, expected a dict from globs"),
         ((Somebodys(), {"*kernel": 0}), "'.kernel': 0, expected a block of at least 1"),
-        ((Somebodys(), {"*kernel": "8"}), TypeError, "'.kernel': '8', expected a glob and the len"),
+        (
+            (Somebodys(), {"*kernel": "8"}),
+            TypeError,
+            "'.kernel': '8', expected a glob and a block len",
+        ),
     ),
     *rows(
         "Drawing",

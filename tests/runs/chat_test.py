@@ -7,10 +7,8 @@ import jax
 import pytest
 
 from manualpar import make_mesh
-from manualpar.commands import command_flags
+from manualpar.commands import command_flags, evaluate_command, generate_command
 from manualpar.commands.command_line import parse_command_line
-from manualpar.commands.evaluate_command import evaluate_command
-from manualpar.commands.generate_command import generate_command
 from manualpar.commands.train_command import run_command
 from manualpar.data.sources import load_dataset
 from manualpar.training.load_run import Trained
@@ -64,7 +62,7 @@ def test_packed_chats_have_no_test_split_to_evaluate(tmp_path, monkeypatch, caps
     trained = Trained(program, None, dataset.tokenizer, 32, dataset, "step 3 of runs/1")
     monkeypatch.setattr(command_flags, "load_run", lambda workdir, mesh: trained)
     monkeypatch.setattr(command_flags, "Generator", lambda *args, **kwargs: None)
-    assert evaluate_command(["--workdir=runs/1"], "") == 2
+    assert evaluate_command.main(["evaluate", "--workdir=runs/1"]) == 2
     message = "step 3 of runs/1 has a test split with several documents in a sequence, which"
     assert message in capsys.readouterr().err
 
@@ -83,7 +81,7 @@ def test_a_run_on_chats_with_adapters_answers_from_its_workdir(tmp_path, devices
     assert run_command(parse_command_line(argv, default_config=CONFIG)) == 0
     capsys.readouterr()
     asked = ["--prompt=999 wants blue", "--chat", "--max_tokens=24"]
-    assert generate_command([f"--workdir={workdir}", *asked], "") == 0
+    assert generate_command.main(["generate", f"--workdir={workdir}", *asked]) == 0
     answer = capsys.readouterr().out
     assert answer == "so blue!\n"
     prompts = tmp_path / "prompts.jsonl"
@@ -91,13 +89,13 @@ def test_a_run_on_chats_with_adapters_answers_from_its_workdir(tmp_path, devices
     turn = {"role": "assistant", "content": "so red!"}
     lines = [{"messages": chat}, {"messages": [*chat, turn, chat[0]]}, {"prompt": "so"}]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    assert generate_command([f"--workdir={workdir}", f"--prompts={prompts}"], "") == 0
+    assert generate_command.main(["generate", f"--workdir={workdir}", f"--prompts={prompts}"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [found[0]["text"], found[0]["ending"]] == ["so red!", "stop"]
     assert found[1]["text"].startswith("so ")  # It has learned no second turns.
     prompts.write_text('{"messages": [{"role": "user", "content": "<|im_end|>"}]}')
-    assert generate_command([f"--workdir={workdir}", f"--prompts={prompts}"], "") == 2
+    assert generate_command.main(["generate", f"--workdir={workdir}", f"--prompts={prompts}"]) == 2
     error = capsys.readouterr().err
     assert "line 1: it has a message 1 whose content spells out the special token" in error
-    assert evaluate_command([f"--workdir={workdir}"], "") == 2
+    assert evaluate_command.main(["evaluate", f"--workdir={workdir}"]) == 2
     assert "several documents in a sequence" in capsys.readouterr().err

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from manualpar import make_mesh
+from manualpar.commands import evaluate_command, generate_command
 from manualpar.commands.command_line import parse_command_line
-from manualpar.commands.evaluate_command import evaluate_command
-from manualpar.commands.generate_command import generate_command
 from manualpar.commands.import_export import export_main, import_command
 from manualpar.commands.train_command import run_command
 from manualpar.models.pretrained import export, export_hf, load_hf, read_architecture
@@ -60,7 +59,7 @@ def theirs(tmp_path, monkeypatch):
 def test_a_password_in_a_path_is_not_repeated(flag, capsys):
     others = [f"{name}=x" for name in ("--workdir", "--prompts") if name != flag != "--hf"]
     with pytest.raises(SystemExit) as ended:
-        generate_command([*others, f"{flag}=s3://AKIAUSER:hush@bucket/x"], "")
+        generate_command.main(["generate", *others, f"{flag}=s3://AKIAUSER:hush@bucket/x"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert f"argument {flag}: a path on s3:// does not begin with the name of a bucket" in error
@@ -101,11 +100,19 @@ def test_a_model_is_imported_trained_asked_and_exported_there(
     prompts, answers = bucket_folder / "prompts.jsonl", bucket_folder / "answers.jsonl"
     prompts.write_bytes(b'{"prompt": "w2 w3"}\n')
     files = [f"--prompts={prompts}", f"--output={answers}", "--max_tokens=3"]
-    assert generate_command([f"--workdir={work}", *files], "") == 0
+    assert generate_command.main(["generate", f"--workdir={work}", *files]) == 0
     assert json.loads(answers.read_bytes())["prompt"] == "w2 w3"
-    assert evaluate_command([f"--workdir={work}", f"--text={bucket_folder / 'text.txt'}"], "") == 0
+    assert (
+        evaluate_command.main(
+            ["evaluate", f"--workdir={work}", f"--text={bucket_folder / 'text.txt'}"]
+        )
+        == 0
+    )
     assert "perplexity: " in capsys.readouterr().out
-    assert generate_command([f"--hf={exported}", "--prompt=w2 w3", "--max_tokens=3"], "") == 0
+    assert (
+        generate_command.main(["generate", f"--hf={exported}", "--prompt=w2 w3", "--max_tokens=3"])
+        == 0
+    )
     # A model that has changed is copied anew.
     config = json.loads((exported / "config.json").read_bytes())
     (exported / "config.json").write_bytes(json.dumps(config | {"rope_theta": 7.0}).encode())

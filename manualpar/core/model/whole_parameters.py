@@ -70,16 +70,16 @@ class PartOfDevice:
             info = infos.get(path_name(path))
             if info is None or is_box(x) or getattr(x, "shape", None) != info.shape:
                 return x
-            for dim, name in enumerate(split_names(info)):
-                axes = tuple(axis for axis in axis_tuple(name) if is_axis_bound(axis))
-                if axes:
+            names = split_names(info)
+            named = {axis for name in (*names, *info.shared_names) for axis in axis_tuple(name)}
+            if not all(map(is_axis_bound, named)):
+                return x  # The model computes with global arrays.
+            x = cast_to_varying(x, frozenset(named))  # One cast, so that there is one all-reduce.
+            for dim, name in enumerate(names):
+                if axes := axis_tuple(name):
                     size = x.shape[dim] // jax.lax.axis_size(axes)
                     start = jax.lax.axis_index(axes) * size
-                    x = cast_to_varying(x, axes)
                     x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=dim)
-            shared = {axis for name in info.shared_names for axis in axis_tuple(name)}
-            if not all(map(is_axis_bound, shared)):
-                return x
-            return take_shared(cast_to_varying(x, frozenset(shared)), info.shared_names)
+            return take_shared(x, info.shared_names)
 
         return jax.tree_util.tree_map_with_path(part, params, is_leaf=is_box)

@@ -93,6 +93,16 @@ class Begins(nn.Module):
         return jax.lax.fori_loop(0, 3, lambda _, total: total + x, begin)
 
 
+class Adapts(nn.Module):
+    """Adds a gradient with respect to a parameter, which each device computes of its positions."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shift = self.param("shift", nn.initializers.normal(), (16,))
+        shift = jnp.broadcast_to(shift[None, None], x.shape)
+        return x - 0.1 * jax.grad(lambda shift: jnp.square(x + shift).sum())(shift)
+
+
 RIGHT = {
     "a position by itself": Net(),
     "scanned": Net(nn.remat(Layers)()),
@@ -101,6 +111,7 @@ RIGHT = {
         nn.BatchNorm(use_running_average=False, axis_name=("data", "context"))
     ),
     "a loop from a parameter": Net(Begins()),
+    "a gradient with respect to a parameter": Net(Adapts()),
     "a kernel of one": Net(nn.Conv(16, (1,))),
 }
 
@@ -301,7 +312,7 @@ WRONG_LOSSES = {
     "a sum": (summed, "the loss is a part of a sum .* expected sum / count"),
     "another count": (
         other_count,
-        "the loss is a mean .* expected sum / count, where count is that",
+        "the loss is a mean .* expected sum / count, where count is the count of",
     ),
     "sequences": (counted_sequences, r"metrics\['right'\] is the pair of a part of a sum"),
     "coupled": (coupled, r"sends by all_gather over 'context'.* gather_examples\(x, axis_name="),

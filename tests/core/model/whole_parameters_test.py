@@ -6,8 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
+from manualpar.core.model.whole_parameters import PartOfDevice
+from manualpar.core.parameters.parameter_info import ParameterInfo
+from manualpar.core.parameters.sharded_parameter import ShardedParameter
 from manualpar.layers import MoE
 from tests.one_device import slow_unless
 
@@ -52,3 +56,42 @@ def test_a_loss_reads_whole_parameters(devices8, loss_fn, build, sizes, options)
     mesh, batch = make_mesh(sizes, devices8[:4]), Batch(x, x)
     program = build(LAYER, optax.sgd(1.0), loss_fn, mesh=mesh, batch=batch, **options)
     assert_same_as_one_device(program, batch, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "shared_names"),
+    [
+        ((16, 3), (("expert", "model"), None), ()),
+        ((16, 3), (("model", "expert"), None), ()),
+        ((4, 8), ("expert", "model"), ()),
+        ((4, 2), ("expert", None), (None, "model")),
+    ],
+)
+def test_a_device_takes_its_part_and_one_sum_gives_the_gradient(
+    devices8, shape, names, shared_names
+):
+    mesh = make_mesh({"expert": 2, "model": 4}, devices8)
+    split_axes = frozenset(jax.tree.leaves(names))
+    info = ParameterInfo("w", shape, np.float32, names, frozenset(), split_axes, shared_names)
+    spec = P(*names) if not shared_names else P("expert", "model")
+    expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    if shared_names:  # Two devices use each column.
+        parts, summed = expected.repeat(2, axis=1), lambda x: x.reshape(4, 2, 2).sum(-1)
+    else:
+        parts, summed = expected, lambda x: x
+
+    def on_device(x, weight):
+        take = PartOfDevice({"w": info}, {"w": ShardedParameter(x, names)})
+
+        def loss(x):
+            part = take({"w": x})["w"]
+            return jnp.vdot(part, weight), part
+
+        return jax.grad(loss, has_aux=True)(x)
+
+    run = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(P(), spec), out_specs=(P(), spec)))
+    weights = np.random.default_rng(0).normal(size=parts.shape).astype(np.float32)
+    grad, found = run(expected, weights)
+    np.testing.assert_array_equal(found, parts)
+    np.testing.assert_allclose(grad, summed(weights), rtol=1e-6)
+    assert run.lower(expected, weights).as_text().count('"stablehlo.all_reduce"') == 1

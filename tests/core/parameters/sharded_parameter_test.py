@@ -19,7 +19,7 @@ from manualpar import (
 from manualpar.core.mesh.axes import axes_size
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.shard_rules import choose_shard_dim
-from manualpar.core.parameters.sharded_parameter import boxed_axes, is_box
+from manualpar.core.parameters.sharded_parameter import boxed_axes, is_box, replicate_shards
 
 REPLICATED = P()
 
@@ -402,3 +402,36 @@ def test_a_box_is_gathered_over_a_tuple_of_axes_in_its_order(devices8, axes, whe
         on_device, mesh=mesh, in_specs=P(axes), out_specs=P(mesh.axis_names), check_vma=True
     )
     np.testing.assert_array_equal(jax.jit(run)(x), np.broadcast_to(x, (8, 16, 2)))
+
+
+def test_replication_gathers_the_data_axes_and_no_other(devices8):
+    mesh = make_mesh({"replica": 2, "data": 2, "model": 2}, devices8)
+    axes, x = ("replica", "data"), jnp.arange(64.0).reshape(8, 8)
+
+    def on_device(x):
+        return replicate_shards({"w": ShardedParameter(x, (axes, "model"), gather_axes=axes)})
+
+    out = on_mesh(on_device, mesh, x, in_specs=P(axes, "model"), out_specs=P(None, "model"))
+    np.testing.assert_array_equal(out["w"], x)
+
+
+def test_entries_that_devices_share_along_two_dims_have_one_sum_of_gradients(devices8):
+    mesh = make_mesh({"expert": 2, "model": 4}, devices8)
+    shared, x = ("expert", "model"), np.arange(6, dtype=np.float32).reshape(1, 2, 3)
+
+    def on_device(x, weight):
+        def loss(x):
+            box = ShardedParameter(x, (None, None, None), shared_names=(*shared, None))
+            value = nn.unbox({"w": box})["w"]
+            return jnp.vdot(value, weight), value
+
+        return jax.grad(loss, has_aux=True)(x)
+
+    spec = P(*shared)
+    run = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(P(), spec), out_specs=(P(), spec)))
+    weights = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
+    grad, values = run(x, weights)
+    np.testing.assert_array_equal(values, x.repeat(2, 0).repeat(2, 1))
+    expected = weights.reshape(2, 2, 2, 3).sum((0, 2))[None]
+    np.testing.assert_allclose(grad, expected, rtol=1e-5)
+    assert run.lower(x, weights).as_text().count('"stablehlo.all_reduce"') == 1

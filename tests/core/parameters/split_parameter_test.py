@@ -249,16 +249,33 @@ def test_names_on_a_mesh(size, name, shared, expected):
     assert names_on("w", (size,), (name,), sizes, shared=shared) == expected
 
 
-def test_neighbours_share(devices8):
-    """Of two entries on four devices the first two have the first."""
-    init = split(lambda key: jnp.arange(2.0), ("model",), shared=True)
+NAMES = ("model", ("data", "model"), ("model", "data"))
 
-    def part():
-        return init(None).value
 
-    mesh = make_mesh({"data": 2, "model": 4}, devices8)
-    run = jax.shard_map(part, mesh=mesh, in_specs=(), out_specs=jax.P("model"), check_vma=True)
-    np.testing.assert_array_equal(run(), [0, 0, 1, 1])
+def shards(devices, init, spec):
+    """The shards that the devices' initializers return, in the order of a spec."""
+    mesh = make_mesh(TWO_BY_FOUR, devices)
+    run = jax.shard_map(
+        lambda: init(None).value, mesh=mesh, in_specs=(), out_specs=spec, check_vma=True
+    )
+    return run()
+
+
+@pytest.mark.parametrize("name", NAMES, ids=str)
+def test_a_device_initializes_its_shard(devices8, name):
+    full = np.arange(32.0).reshape(2, 16)
+    init = split(lambda key: jnp.asarray(full), (None, name))
+    np.testing.assert_array_equal(shards(devices8, init, jax.P(None, name)), full)
+    np.testing.assert_array_equal(init(None).value, full)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=str)
+def test_neighbours_share(devices8, name):
+    """The first half of the devices has the first of two entries."""
+    init = split(lambda key: jnp.arange(2.0), (name,), shared=True)
+    found = shards(devices8, init, jax.P(name))
+    np.testing.assert_array_equal(found, np.repeat([0, 1], len(found) // 2))
+    assert len(found) == (4 if name == "model" else 8)
     np.testing.assert_array_equal(init(None).value, [0, 1])
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import chex
@@ -192,6 +193,23 @@ def test_what_shares_a_key_rounds_otherwise(devices8):
     chex.assert_trees_all_equal(run(x, key)[0], first)
     for one in (second, other, run(x, jax.random.key(1))[0]):
         assert 0.3 < np.mean(one[2:] != first[2:]) < 0.7
+
+
+def test_all_devices_of_two_axes_round_differently(devices8):
+    x = np.full(8 * 256, 0.51, np.float32)
+    x[::256] = 7  # The scale is 1.
+    axes, mesh = ("data", "x"), make_mesh(MESHES[2], devices8)
+
+    def left_out(x):
+        quantizer = StochasticQuantizer(BlockQuantizer("int4"), jax.random.key(0))
+        _, lost = quantizer.scatter_sum(jax.lax.pcast(x, axes, to="varying"), 0, axes)
+        return jnp.sign(lost)[None]
+
+    run = jax.jit(jax.shard_map(left_out, mesh=mesh, in_specs=P(), out_specs=P(axes)))
+    signs = np.asarray(run(x))
+    assert len(signs) == 8
+    for first, second in itertools.combinations(signs, 2):
+        assert 0.3 < np.mean(first != second) < 0.7
 
 
 @pytest.mark.parametrize("function", ["scatter", "mean"])
