@@ -22,6 +22,8 @@ from manualpar.errors import nearest
 RATES = ("peak_value", "init_value", "value")
 # Optimizers that evaluate other parameters than they train; a run evaluates the trained ones.
 OWN_EVALUATION = ("schedule_free_adamw", "schedule_free_sgd")
+# Optimizers that treat arrays of two dims as matrices, and other arrays in another way.
+OF_MATRICES = ("galore", "muon")
 
 
 class Kind(NamedTuple):
@@ -195,7 +197,7 @@ def _is_callable(annotation: Any) -> bool:
 def _is_container(annotation: Any) -> bool:
     """Returns whether an annotation is a tuple, another sequence, or a dict of plain values."""
     origin = get_origin(annotation)
-    if not (isinstance(origin, type) and issubclass(origin, Iterable)) or origin is type:
+    if not (isinstance(origin, type) and issubclass(origin, Iterable)):
         return False
     inner = [x for argument in get_args(annotation) for x in _members(argument)]
     # A tree of arrays is annotated as an iterable of names that are defined later.
@@ -252,7 +254,7 @@ def _tuple(value: Any, has_strings: bool) -> tuple[Any, ...]:
     """Converts a sequence of numbers, maybe of strings too, and of such sequences to tuples."""
     if not isinstance(value, tuple | list):
         return _refuse(value)
-    members = []
+    members: list[Any] = []
     for x in value:
         if isinstance(x, tuple | list):
             members.append(_tuple(x, has_strings))

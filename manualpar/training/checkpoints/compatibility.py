@@ -104,8 +104,8 @@ def check_resumable(
     if refused:
         raise ValueError(
             "the config changes the model, the data or the optimizer of the run in the workdir; "
-            "expected the saved values. Set them again, or choose another workdir (saved -> asked for):\n"
-            + "\n".join(f"  {line}" for line in refused)
+            "expected the saved values. Set them again, or choose another workdir (saved -> asked "
+            "for):\n" + "\n".join(f"  {line}" for line in refused)
         )
     return gone + allowed
 
