@@ -22,6 +22,8 @@ from manualpar.errors import nearest
 RATES = ("peak_value", "init_value", "value")
 # Optimizers that evaluate other parameters than they train; a run evaluates the trained ones.
 OWN_EVALUATION = ("schedule_free_adamw", "schedule_free_sgd")
+# Optimizers that treat arrays of two dims as matrices, and other arrays in another way.
+OF_MATRICES = ("galore", "muon")
 
 
 class Kind(NamedTuple):

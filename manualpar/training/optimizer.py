@@ -32,6 +32,7 @@ import optax
 from manualpar.core.trees import path_name
 from manualpar.errors import nearest
 from manualpar.training.optax_functions import (
+    OF_MATRICES,
     OWN_EVALUATION,
     RATES,
     address,
@@ -89,8 +90,7 @@ def check_optimizer(config: ml_collections.ConfigDict) -> None:
             f"rate of {call.address} must be a number; set --config.schedule.name=constant_schedule"
             " --config.optimizer.warmup_steps=0."
         )
-    by_dims = [key for key in call.parameters if key.endswith("weight_dimension_numbers")]
-    if by_dims and config.model.get("scan_layers"):
+    if call.name in OF_MATRICES and config.model.get("scan_layers"):
         raise ValueError(
             f"config.optimizer.name is {call.name!r} and config.model.scan_layers is True, "
             "expected False, because the optimizer treats each array of two dims as a matrix, and "

@@ -113,12 +113,8 @@ def test_what_was_trained_with_codes_answers_exactly(tmp_path, devices8, capsys,
     # Measured while it was trained, weights are rounded as they travel.
     check_test_split(workdir, tmp_path / "results.json", rel=1e-5 if name == "feedback" else 1e-3)
     capsys.readouterr()
-    assert (
-        generate_command.main(
-            ["generate", *[f"--workdir={workdir}", "--max_tokens=4", "--prompt=the "]]
-        )
-        == 0
-    )
+    asked = ["--max-tokens=4", "--prompt=the "]
+    assert generate_command.main(["generate", f"--workdir={workdir}", *asked]) == 0
     assert capsys.readouterr().out.startswith("the ")
 
 
@@ -150,7 +146,7 @@ def test_two_processes_say_what_one_says_and_the_first_prints_it(
         ("generate", generate_command, [*drawn, f"--prompts={prompts}"]),
         ("evaluate", evaluate_command, [f"--workdir={workdir}"]),
     ):
-        assert run(flags, "") == 0
+        assert run.main([name, *flags]) == 0
         expected = capsys.readouterr().out
         first, second = start_both(processes, name, flags)
         assert (first.wait(), second.wait()) == (0, 0), first.err + second.err

@@ -34,6 +34,12 @@ def test_a_config_is_locked_checked_and_json(name):
     assert stored == config.to_dict()
 
 
+@pytest.mark.parametrize("name", ["compare", "compare_split"])
+def test_a_comparison_is_not_shorter_than_its_warmup(name):
+    config = _config(name)
+    assert config.optimizer.warmup_steps <= config.training.num_steps
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_docstring_tells_the_command_the_devices_and_what_was_measured(name):
     text = importlib.import_module(f"configs.{name}").__doc__

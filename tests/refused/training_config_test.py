@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import ml_collections
+import optax.contrib
 import pytest
 
 from configs import fsdp, fsdp_lm, tp_lm
@@ -157,12 +158,19 @@ OPTIMIZERS = (
     ("dpsgd", {}, "has no 'l2_norm_clip', which optax.contrib.dpsgd needs, expected a finite num"),
     ("lbfgs", {"optimizer.arguments": {"linesearch": 1}}, "which is a function or an object in"),
     ("lbfgs", {"optimizer.arguments": {"memory_size": 1.5}}, "memory_size=1.5, expected an integ"),
-    ("muon", {"optimizer.arguments": {"preconditioning": "x"}}, "expected one of 'frobenius', "),
-    ("muon", {"optimizer.arguments": {"muon_weight_dimension_numbers": 1}}, "which is a function"),
     ("prodigy", {"optimizer.arguments": {"betas": 0.9}}, "expected a tuple such as (0.9, 0.999)"),
     ("prodigy", {"optimizer.arguments": {"betas": (0.9, "x")}}, "betas=(0.9, 'x'), expected a tu"),
     ("sgd", {"optimizer.arguments": {"b1": 0.9}}, "'b1', which optax.sgd does not have, expecte"),
 )
+if hasattr(optax.contrib, "MuonDimensionNumbers"):  # Not in optax 0.2.5.
+    OPTIMIZERS += (
+        (
+            "muon",
+            {"optimizer.arguments": {"preconditioning": "x"}},
+            "expected one of 'frobenius', ",
+        ),
+        ("galore", {"optimizer.arguments": {"weight_dimension_numbers": 1}}, "is a function or an"),
+    )
 
 
 def changed(changes, module=fsdp):

@@ -49,6 +49,8 @@ REFUSED = {
 }
 ONLY_ALL = {"dadapt_adamw", "madgrad", "momo", "momo_adam", "novograd", "prodigy"}
 ONLY_NUMBERS = {"optimistic_adam", "rprop", "sm3"}
+if not hasattr(optax.contrib, "MuonDimensionNumbers"):  # Optax 0.2.5.
+    ONLY_NUMBERS |= {"fromage"}
 FAST = ("adafactor", "adamw", "lion", "muon", "sgd", "sm3")
 
 
