@@ -129,8 +129,8 @@ def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Docum
         raise ValueError("config.data.field is '', expected the name of the field with the text.")
     if source == "arrayrecord" and field != "text" and field not in TOKEN_DTYPES:
         raise ValueError(
-            f"config.data.field is {field!r}, expected 'text' for records of UTF-8 text, or the "
-            f"type of their tokens, one of {TOKEN_DTYPES}."
+            f"config.data.field is {field!r}, expected 'text' if the records are UTF-8 text, "
+            f"or the dtype of the tokens if they are tokens, one of {TOKEN_DTYPES}."
         )
     of_file = {"jsonl": _line_parts, "parquet": _row_parts, "arrayrecord": _record_parts}[source]
     return [

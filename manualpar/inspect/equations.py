@@ -66,8 +66,8 @@ class EquationReader(Generic[Finding]):
     def __init__(self, caller: str, *, while_trips: int | None = None, stage: int = 0) -> None:
         if while_trips is not None and (type(while_trips) is not int or while_trips < 0):
             raise ValueError(
-                f"{caller}: while_trips is {while_trips!r}, expected the largest number of rounds "
-                "of a while (an integer, at least 0), or None to refuse a while of unknown length."
+                f"{caller}: while_trips is {while_trips!r}, expected the largest number of "
+                "iterations of a while_loop (an integer, at least 0), or None to refuse such loops."
             )
         self.caller = caller
         self.while_trips = while_trips

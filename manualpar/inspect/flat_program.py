@@ -239,7 +239,7 @@ class FlatProgram:
             if x is not None
         ]
         largest, parts = max(operands, default=(0, 1))
-        # A much smaller result is probably a sum over the split dim, which is replicated.
+        # A much smaller result is probably a sum over the split dim, and so has only one part.
         return parts if math.prod(shape) * 2 > largest else 1
 
     def _count_parts(self, outputs: Sequence[int | None], variables: Sequence[Any]) -> None:

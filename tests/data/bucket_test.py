@@ -60,7 +60,7 @@ def test_token_files_are_made_in_a_bucket_and_an_interrupted_call_goes_on(
     upload(corpus, bucket_folder / "text")
     flags = [f"--input={bucket_folder / 'text'}/**/*.txt"]
     local = corpus.parent / "tokens"
-    assert tokenize([*flags, f"--output={local}"]) == 0
+    assert tokenize(["tokenize", *flags, f"--output={local}"]) == 0
     expected = capsys.readouterr().out
     there = bucket_folder / "tokens"
     made = []
@@ -70,11 +70,11 @@ def test_token_files_are_made_in_a_bucket_and_an_interrupted_call_goes_on(
         with Proxy(s3_port, lambda *request, at=at: 403 if request[2] >= at else None) as proxy:
             use_s3(port=proxy.port)
             with pytest.raises(SystemExit):
-                tokenize([*flags, f"--output={there}"])
+                tokenize(["tokenize", *flags, f"--output={there}"])
             assert "access is refused" in capsys.readouterr().err
         use_s3()
         assert not (there / "tokens.json").is_file()
-    assert tokenize([*flags, f"--output={there}"]) == 0
+    assert tokenize(["tokenize", *flags, f"--output={there}"]) == 0
     assert len(made) == 1
     assert capsys.readouterr().out == expected
     assert set(there.names()) == {path.name for path in local.iterdir()}
@@ -82,7 +82,7 @@ def test_token_files_are_made_in_a_bucket_and_an_interrupted_call_goes_on(
         assert (there / path.name).read_bytes() == path.read_bytes()
     assert not list((corpus.parent / "user_cache").rglob("*.bin"))
     with pytest.raises(SystemExit):
-        tokenize([*flags, f"--output={there}"])
+        tokenize(["tokenize", *flags, f"--output={there}"])
     assert "which already holds token files" in capsys.readouterr().err
 
 
@@ -119,7 +119,7 @@ def test_json_lines_and_tables(bucket_folder, corpus):
 @server
 def test_tokens_by_ranges_or_from_a_copy(bucket_folder, corpus, s3_port, use_s3, monkeypatch):
     tokens = corpus.parent / "tokens"
-    assert tokenize([f"--input={corpus}/**/*.txt", f"--output={tokens}"]) == 0
+    assert tokenize(["tokenize", f"--input={corpus}/**/*.txt", f"--output={tokens}"]) == 0
     upload(tokens, bucket_folder)
     expected = load_tokens(str(tokens), sequence_length=16)
     asked = []

@@ -149,7 +149,7 @@ def in_two_dimensions():
 
 WHILE = r"while \(scope: {}\) contains {} over \(.*Write the loop as a jax.lax.scan"
 GOSSIP = r"contains gossip over \['data'.*\] \(scope: chat\), expected one of all_gather, .*kind"
-TRIPS = "ledger: while_trips is .*, expected the largest number of rounds of a while .an integer"
+TRIPS = "ledger: while_trips is .*, expected the largest number of iterations of a wh"
 NOT_COMPILED = r"0 ENTRY computations.*Pass jax.jit\(f\).lower"
 
 WRONG_BUDGETS = (

@@ -92,7 +92,10 @@ def find_loop_dims(
 
 
 def _place(error: Exception) -> str:
-    """Returns the user's line that raised an error, with the text of an error of this package."""
+    """Describes the last line of the user's code in an error's traceback, for a message.
+
+    If this package raised the error, its text follows.
+    """
     foreign = sys.stdlib_module_names | LIBRARIES
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

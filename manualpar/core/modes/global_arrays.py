@@ -144,7 +144,10 @@ class GlobalArrays(Mode):
         return GlobalParameter(x, names, mode=self, **fields)
 
     def unshard(self, x: jax.Array, names: Names, stored_names: Names) -> jax.Array:
-        """Constrains a parameter that is stored over `stored_names` to be sharded over `names`."""
+        """Constrains a stored parameter to the sharding `names`, so that XLA gathers it.
+
+        It is stored sharded over more axes, `stored_names`.
+        """
         del stored_names
         return self.constrain(x, names_to_spec(names))
 

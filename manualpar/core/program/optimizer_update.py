@@ -152,7 +152,7 @@ def _check_state(before: Any, after: Any) -> None:
         raise ValueError(
             f"tx: its update changes the structure of its state: {changed}, expected arrays of the "
             "same shapes and dtypes before and after, so that a step can be repeated. Leave out "
-            "the part of tx that changes its state."
+            "the part of tx that does this."
         )
 
 

@@ -284,8 +284,8 @@ class Checkpoints:
         try:
             if error is None:
                 self.wait()
-            # The user must see the error of the context first. The other processes do not have
-            # this error, so this process must not wait for them in a collective.
+            # If the `with` block raised an error, the user must see it first. The other processes
+            # do not have it, so this process must not wait for them in a collective.
             elif self._pending is not None and (failure := self._pending[1].result()):
                 error.add_note(failure)
         except CheckpointError as second:
