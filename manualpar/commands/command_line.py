@@ -47,6 +47,7 @@ NO_CONFIG = (
     "--config has no value, expected a name such as fsdp_lm, or a file such as my_config.py."
 )
 _MODEL_FIELDS = tuple(name for fields in MODEL_FIELDS.values() for name in fields)
+HELP = frozenset({"--help", "-help", "-h", "--helpshort"})
 OVERRIDE = re.compile(r"--?(no)?config\.")
 EXPECTED: Mapping[type, str] = {
     int: "an integer without point or exponent",
@@ -181,12 +182,10 @@ def flags_parser(
     """
 
     def parse_or_end(argv: list[str]) -> CommandLine:
-        if {"--help", "-help", "-h", "--helpshort"} & set(argv):
-            helps = {name: flag.help for name, flag in syntax.flags.items()}
-            helps = {"config": CONFIG_HELP, MESH: MESH_HELP} | helps
-            print(help_text(description, find_config(str(default_config)), helps))
-            sys.exit(0)
         try:
+            if HELP & set(argv):
+                print(_help(description, argv, default_config, syntax))
+                sys.exit(0)
             return parse_command_line(
                 argv, default_config=default_config, syntax=syntax, flag_values=absl_flags.FLAGS
             )
@@ -195,6 +194,16 @@ def flags_parser(
             sys.exit(USAGE_EXIT_CODE)
 
     return parse_or_end
+
+
+def _help(description: str, argv: Sequence[str], default_config: str | Path, syntax: Syntax) -> str:
+    """Returns the text of `--help`, with the fields of the config that the command line names."""
+    arguments = [argument for argument in argv[1:] if argument not in HELP]
+    given = translate(arguments, flags=syntax.flags, positional=syntax.positional)
+    names = [x.partition("=")[2] for x in given if x.startswith("--config=")]
+    helps = {name: flag.help for name, flag in syntax.flags.items()}
+    helps = {"config": CONFIG_HELP, MESH: MESH_HELP} | helps
+    return help_text(description, find_config(names[0] if names else str(default_config)), helps)
 
 
 def parse_command_line(

@@ -23,7 +23,7 @@ def help_text(description: str, default_config: Path, flags: Mapping[str, str]) 
     meanings |= {x.field: x.meaning for x in PARAMETER_SHARDING.values()}
     meanings |= {x.field: x.meaning for x in PROGRAM_OPTIONS.values()}
     lines = [f"{description.strip()}\n\nFlags:"]
-    lines += [f"  --{name.replace('_', '-'):20s}  {text}" for name, text in flags.items()]
+    lines += [_flag(name, text) for name, text in flags.items()]
     lines.append(f"\nFields of {default_config.name}, each a flag --<field>=<value>:")
     for name, value in flatten_config(config).items():
         expected = f"  ({fields[name].expectation()})" if name in fields else ""
@@ -31,3 +31,9 @@ def help_text(description: str, default_config: Path, flags: Mapping[str, str]) 
         if name in meanings:
             lines.append(textwrap.indent(textwrap.fill(meanings[name], 90), " " * 6))
     return "\n".join(lines)
+
+
+def _flag(name: str, text: str) -> str:
+    """Returns the lines of a flag: its name, and its help beside it."""
+    first = f"  --{name.replace('_', '-'):20s}  "
+    return textwrap.fill(text, 100, initial_indent=first, subsequent_indent=" " * len(first))

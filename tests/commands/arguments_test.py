@@ -3,7 +3,7 @@
 import pytest
 
 from manualpar.commands.arguments import parse_mesh, translate
-from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.inspect_command import INSPECTING
 from manualpar.errors import UsageError
 from manualpar.training.config_files import config_folder
@@ -58,3 +58,14 @@ def test_configs_by_name_are_the_files_of_the_package():
     ]
     assert [each.config.parallel.mode for each in line.configs] == ["auto", "auto"]
     assert line.flags.compile is False
+
+
+@pytest.mark.parametrize("arguments", [["--help", "--config=fsdp_lm"], ["fsdp_lm", "--help"]])
+def test_help_shows_the_fields_of_the_named_config(arguments, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        flags_parser("About.", "fsdp")(["program", *arguments])
+    shown = capsys.readouterr().out
+    assert "Fields of fsdp_lm.py" in shown
+    assert max(map(len, shown.split("Fields of")[0].splitlines())) <= 100
+    with pytest.raises(SystemExit, match="2"):
+        flags_parser("About.", "fsdp")(["program", "none", "--help"])
