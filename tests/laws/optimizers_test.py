@@ -436,7 +436,10 @@ def test_an_argument_that_one_part_needs_and_another_refuses_is_named(devices8):
     build(mesh, optax.chain(CLIP, sam))
     opaque = optax.contrib.sam(SGD, SGD, opaque_mode=True)
     for tx, words in (
-        (optax.chain(sam, optax.contrib.reduce_on_plateau()), "part of it refuses .*'value'"),
+        (
+            optax.chain(sam, optax.contrib.reduce_on_plateau()),
+            "another part of the optimizer refuses .*'value'",
+        ),
         (optax.contrib.sophia(LR), "tx: its update raises ValueError .obj_fn must be provided"),
         (opaque, "tx: its update raises ValueError .grad_fn must be provided"),
     ):
