@@ -228,9 +228,7 @@ class ParameterForm:
             size = axes_size(program.mesh, stages)
             yield Collective("all_reduce", stages, size, (shard,), self.reduced, 1, scope)
 
-    def exchanged(
-        self, chunks: int, axis: str, scope: str = PIPELINE_SCOPE
-    ) -> Iterator[Collective]:
+    def exchanged(self, chunks: int, axis: str) -> Iterator[Collective]:
         """Yields the permutes that exchange a stacked parameter and its gradient between stages.
 
         Each stage stores a contiguous run of layers. If a stage runs several chunks of layers, it
