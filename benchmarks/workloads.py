@@ -21,7 +21,7 @@ from manualpar.core.state.train_state import Batch
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
 from manualpar.models.flat_fields import with_fields
-from manualpar.training.optimizer import adamw
+from manualpar.training.optimizer import weight_decay_mask
 
 NAMES = ("classifier", "lm", "lm-scanned", "mlp", "lm-wide")
 FEATURES, CLASSES = 784, 10
@@ -115,7 +115,7 @@ def _classifier(
         model=model,
         split_model=tensor_parallel(model, plan),
         loss_fn=classification_loss,
-        tx=adamw(optax.constant_schedule(1e-3), weight_decay=0.1),
+        tx=optax.adamw(optax.constant_schedule(1e-3), weight_decay=0.1, mask=weight_decay_mask),
         batch=batch,
         num_minibatches=minibatches,
         min_weight_size=2**4,
@@ -148,8 +148,9 @@ def _language_model(name: str, *, is_tiny: bool, batch_size: int) -> Workload:
         model=model,
         split_model=with_fields(model, split_axis="model") if name == "lm-wide" else None,
         loss_fn=language_model_loss,
-        tx=adamw(
+        tx=optax.adamw(
             optax.constant_schedule(ADAMW["lr"]),
+            mask=weight_decay_mask,
             weight_decay=ADAMW["weight_decay"],
             b1=ADAMW["b1"],
             b2=ADAMW["b2"],

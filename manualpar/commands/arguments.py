@@ -38,7 +38,8 @@ def translate(
       flags: The names of the command's flags, with underscores.
       switches: The flags among these that take no value, so that `--no-compile` turns one off.
       renamed: Old names of flags, each with its new name.
-      positional: The flag that the arguments before the first flag are values of.
+      positional: The flag that the arguments before the first flag are values of. Only `config`
+        may have several.
 
     Raises:
       UsageError: The value of `--mesh` is missing or malformed.
@@ -48,6 +49,8 @@ def translate(
     translated: list[str] = []
     while given and not given[0].startswith("-"):
         translated.append(f"--{positional}={given.pop(0)}")
+        if positional != "config":  # A field has one value; the command refuses more arguments.
+            break
     rest = iter(given)
     for argument in rest:
         match = re.fullmatch(r"(--?)([A-Za-z][^=\s]*)(=.*)?", argument, re.DOTALL)

@@ -57,7 +57,7 @@ COMMANDS: Mapping[str, Command] = {
         "Evaluates a trained model on texts.", "manualpar.commands.evaluate_command:main"
     ),
     "tokenize": Command(
-        "Turns texts into token files to train on.", "manualpar.data.tokenize:main"
+        "Turns texts into token files to train on.", "manualpar.data.tokenize:main", ("rich",)
     ),
     "import": Command(
         "Imports a Hugging Face model to train it.", "manualpar.commands.import_export:import_main"

@@ -28,7 +28,7 @@ def find_config(text: str) -> Path:
     Raises:
       UsageError: There is no config of this name.
     """
-    if Path(text).suffix or Path(text).is_file():
+    if Path(text).suffix:
         return Path(text)
     names = dict(named_configs())
     if text not in names:

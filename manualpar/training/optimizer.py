@@ -181,24 +181,6 @@ def check_decay_mask(globs: Sequence[str], paths: Sequence[str]) -> None:
             )
 
 
-def adamw(
-    schedule: optax.Schedule,
-    *,
-    weight_decay: float,
-    b1: float = 0.9,
-    b2: float = 0.999,
-) -> optax.GradientTransformation:
-    """Makes the AdamW optimizer of a config with the default `decay_mask`.
-
-    Args:
-      schedule: The learning rate of each update.
-      weight_decay: The weight decay. An update subtracts `learning rate * weight_decay * weight`.
-      b1: The decay rate of the running mean of gradients.
-      b2: The decay rate of the running mean of squared gradients.
-    """
-    return optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=weight_decay_mask)
-
-
 def _matches(path: str, globs: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 

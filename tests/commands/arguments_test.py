@@ -40,6 +40,8 @@ def test_arguments_are_translated(given, expected):
 def test_the_first_argument_may_be_another_flag():
     found = translate(["folder"], flags=FLAGS, positional="config.model.from_hf")
     assert found == ["--config.model.from_hf=folder"]
+    found = translate(["one", "two"], flags=FLAGS, positional="config.model.from_hf")
+    assert found == ["--config.model.from_hf=one", "two"]  # The command refuses the second.
 
 
 @pytest.mark.parametrize("text", ["", "data", "data=", "data=x", "data=2,data=4", "1a=2", "=2"])

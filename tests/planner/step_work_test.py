@@ -20,9 +20,10 @@ from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work, with_gather_dtype, with_minibatches
 from manualpar.planner.topology import parse_topology
 from manualpar.training.monitoring.throughput import Throughput
-from manualpar.training.optimizer import adamw
+from manualpar.training.optimizer import weight_decay_mask
 
 SEQUENCE, EXAMPLES = 16, 2
+ADAMW = optax.adamw(1e-3, weight_decay=0.1, mask=weight_decay_mask)
 
 
 def _transformer(**fields):
@@ -35,7 +36,7 @@ def _language_model(*, remat="none", devices=8, **fields):
     tokens = jax.ShapeDtypeStruct((EXAMPLES * devices, SEQUENCE), jnp.int32)
     program = fsdp(
         model,
-        adamw(1e-3, weight_decay=0.1),
+        ADAMW,
         language_model_loss,
         mesh=abstract_mesh({"data": devices}, devices),
         batch=Batch(inputs=tokens, labels=tokens),
@@ -94,7 +95,7 @@ def test_a_product_reads_its_operands_and_writes_its_result():
     )
     program = fsdp(
         model,
-        adamw(1e-3, weight_decay=0.1),
+        ADAMW,
         classification_loss,
         mesh=abstract_mesh({"data": 8}, 8),
         batch=batch,
@@ -158,7 +159,7 @@ def _read(strategy, **options):
     axes = MESHES.get(strategy, {"data": 8})
     program = BUILDERS[strategy](
         model,
-        adamw(1e-3, weight_decay=0.1),
+        ADAMW,
         language_model_loss,
         mesh=abstract_mesh(axes, 8),
         batch=Batch(inputs=tokens, labels=tokens),
@@ -239,7 +240,7 @@ def test_the_stages_of_a_pipeline_compute_layers_alike_and_the_last_one_the_head
     tokens = jax.ShapeDtypeStruct((16, SEQUENCE), jnp.int32)
     program = data_parallel(
         _transformer(),
-        adamw(1e-3, weight_decay=0.1),
+        ADAMW,
         language_model_loss,
         mesh=abstract_mesh({"data": 2, "stage": 2}, 4),
         batch=Batch(inputs=tokens, labels=tokens),
@@ -273,7 +274,7 @@ def test_a_step_has_its_share_of_an_outer_step():
     def plan(every):
         program = diloco(
             Classifier(hidden_size=1024, dropout_rate=0.0),
-            adamw(1e-3, weight_decay=0.1),
+            ADAMW,
             classification_loss,
             every=every,
             outer_tx=optax.sgd(0.7, momentum=0.9),

@@ -74,6 +74,7 @@ REFUSED = [
         ([f"--config={DEFAULT}", f"--config={DEFAULT}"], "--config is given twice"),
         (["--config=configs/none.py"], "--config=configs/none.py: there is no such file"),
         ([f"--config={CONFIGS}"], "there is no config of this name; the nearest one is"),
+        (["a" * 5000], "there is no config of this name"),
         (["fsdp_ml"], "no config of this name; the nearest one is 'fsdp_lm', and `manualpar con"),
         (["--mesh=data"], "--mesh=data: expected axes such as data=4,model=2."),
         (["--num_layers=2"], "not a known flag; the nearest one is --model.num_layers."),
