@@ -176,7 +176,7 @@ def test_globs_name_the_parameters_to_decay_and_those_to_spare(globs, decayed):
 def test_weight_decay_moves_kernels_by_its_share_and_biases_not_at_all():
     params = Classifier(hidden_size=4).init(jax.random.key(0), jnp.ones((1, 3)), train=False)
     params = jax.tree.map(lambda x: x + 1.0, params["params"])
-    tx = make_optimizer(complete_config(config_with()), lambda _: 0.5)
+    tx = make_optimizer(config_with(), lambda _: 0.5)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     for layer in params:
         np.testing.assert_allclose(updates[layer]["bias"], 0)
