@@ -14,11 +14,11 @@ gathers the parameters of the sharded layers.
 
 from ml_collections import ConfigDict
 
-from configs import tp_lm
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = tp_lm.get_config()
+    config = named_config("tp_lm")
     with config.unlocked():
         # The pairs (strategy, mode) to compare; each pair becomes a row.
         config.pairs = (

@@ -9,10 +9,10 @@ Intel Xeon: the test accuracy was 0.9750, and the command took 16 seconds.
 
 from ml_collections import ConfigDict
 
-from configs import fsdp
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = fsdp.get_config()
+    config = named_config("fsdp")
     config.parallel.strategy = "dp"
     return config.lock()

@@ -9,11 +9,11 @@ cores of a busy Intel Xeon: the test accuracy was 0.9778, and the command took 3
 
 from ml_collections import ConfigDict
 
-from configs import fsdp
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = fsdp.get_config()
+    config = named_config("fsdp")
     config.parallel.strategy = "hsdp"
     with config.unlocked():
         config.parallel.mesh = ConfigDict({"replica": 2, "data": -1})  # -1: the rest of the devices

@@ -10,11 +10,11 @@ sharded over all devices (FSDP). This config was not measured.
 
 from ml_collections import ConfigDict
 
-from configs import fsdp_lm
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = fsdp_lm.get_config()
+    config = named_config("fsdp_lm")
     with config.unlocked():
         config.parallel.mesh = ConfigDict({"data": -1, "context": 4})
     config.data.sequence_length = 512

@@ -12,11 +12,11 @@ measured results.
 
 from ml_collections import ConfigDict
 
-from configs import fsdp_lm
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = fsdp_lm.get_config()
+    config = named_config("fsdp_lm")
     with config.unlocked():
         config.model.from_hf = ""  # a directory; its config.json replaces the fields of `model`
         config.model.lora = ("*/attention/query:8", "*/attention/value:8", "*/mlp/*:8")  # glob:rank

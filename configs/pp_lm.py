@@ -10,11 +10,11 @@ examples, and the parameters are sharded over both (FSDP). This config was not m
 
 from ml_collections import ConfigDict
 
-from configs import fsdp_lm
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = fsdp_lm.get_config()
+    config = named_config("fsdp_lm")
     with config.unlocked():
         config.parallel.mesh = ConfigDict({"data": -1, "stage": 4})
     config.model.num_layers = 4

@@ -15,11 +15,11 @@ minutes of processor time and 34 minutes in all.
 
 from ml_collections import ConfigDict
 
-from configs import fsdp_lm
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = fsdp_lm.get_config()
+    config = named_config("fsdp_lm")
     with config.unlocked():
         config.parallel.mesh = ConfigDict({"data": -1, "model": 4})
     config.parallel.sequence = True

@@ -10,10 +10,10 @@ accuracy was 0.9750, and the command took 25 seconds.
 
 from ml_collections import ConfigDict
 
-from configs import fsdp
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = fsdp.get_config()
+    config = named_config("fsdp")
     config.parallel.strategy = "zero1"  # or "zero2"
     return config.lock()

@@ -24,11 +24,11 @@ training.
 
 from ml_collections import ConfigDict
 
-from configs.plan import llama3_8b
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = llama3_8b.get_config()
+    config = named_config("plan/llama3_8b")
     config.data.sequence_length = 4096
     config.data.batch_size = 15_360
     config.model.num_layers = 61

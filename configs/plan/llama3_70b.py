@@ -11,11 +11,11 @@ batch and the vocabulary are the same as in llama3_8b.py.
 
 from ml_collections import ConfigDict
 
-from configs.plan import llama3_8b
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = llama3_8b.get_config()
+    config = named_config("plan/llama3_8b")
     config.model.num_layers = 80
     config.model.hidden_size = 8192
     config.model.mlp_size = 28_672

@@ -14,11 +14,11 @@ and the vocabulary is padded to the size of Llama 3's vocabulary.
 
 from ml_collections import ConfigDict
 
-from configs import fsdp_lm
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = fsdp_lm.get_config()
+    config = named_config("fsdp_lm")
     config.data.sequence_length = 8192
     config.data.batch_size = 2048
     config.model.num_layers = 32

@@ -13,11 +13,11 @@ room for 1.25 times its equal share of tokens.
 
 from ml_collections import ConfigDict
 
-from configs.plan import llama3_8b
+from manualpar.training.config_files import named_config
 
 
 def get_config() -> ConfigDict:
-    config = llama3_8b.get_config()
+    config = named_config("plan/llama3_8b")
     config.model.num_layers = 56
     config.model.hidden_size = 6144
     config.model.mlp_size = 16_384  # of each expert

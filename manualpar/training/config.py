@@ -8,9 +8,6 @@ out a field with a default; `complete_config` fills in the default. If a config 
 only other strategies use, the field is checked but not used.
 """
 
-import importlib.util
-import re
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from manualpar.core.mesh.mesh_order import check_order
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES
-from manualpar.errors import UsageError, nearest
+from manualpar.errors import nearest
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS
 from manualpar.layers.field_groups import LARGEST_FLOAT, MOST_WRITTEN_OUT, config_fields
 from manualpar.layers.pipeline.stages import KEEPS, SCHEDULES
@@ -31,6 +28,7 @@ from manualpar.models.transformer import DTYPES, Transformer
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.strategies.fields import fields_of_options
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
+from manualpar.training.config_files import one_line, run_config_file
 from manualpar.training.optimizer import check_optimizer
 
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
@@ -170,48 +168,12 @@ DICT_FIELDS = frozenset(name for name, field in FIELDS.items() if field.kind is 
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
-    """Runs a config file, and returns the config of its `get_config()`, completed and locked.
-
-    The config is not checked.
+    """Runs a config file, and returns its config, completed and locked, but not checked.
 
     Raises:
-      UsageError: The file does not exist, is not Python, raises an error, calls `exit()`, or has no
-        `get_config()` that returns a `ConfigDict`.
+      UsageError: See `run_config_file`.
     """
-
-    def refused(why: str) -> UsageError:
-        return UsageError(f"--config={path}: {why}.")
-
-    try:
-        is_file = path.is_file()
-    except OSError as error:  # The name is too long, for example.
-        raise refused(str(error.strerror)) from error
-    if not is_file:
-        raise refused("there is no such file; name one such as configs/fsdp.py")
-    spec = importlib.util.spec_from_file_location("config_file", path)
-    if spec is None or spec.loader is None:
-        raise refused("expected a Python file whose name ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        get_config = getattr(module, "get_config", None)
-        config = get_config() if callable(get_config) else None
-    except SyntaxError as error:
-        raise refused(f"line {error.lineno}: {error.msg}") from error
-    except (Exception, SystemExit) as error:  # Whatever the user's code raises.
-        frames = traceback.extract_tb(error.__traceback__)
-        line_numbers = [frame.lineno for frame in frames if frame.filename == spec.origin]
-        where = f"line {line_numbers[-1]}: " if line_numbers else ""
-        raise refused(
-            f"{where}{type(error).__name__}: {one_line(error)}; expected a file whose get_config() "
-            "returns the config"
-        ) from error
-    if not callable(get_config):
-        raise refused("the file has no function get_config(), expected one")
-    if not isinstance(config, ml_collections.ConfigDict):
-        kind = type(config).__name__
-        raise refused(f"get_config() returns a {kind}, expected an ml_collections.ConfigDict")
-    return complete_config(config)
+    return complete_config(run_config_file(path))
 
 
 def complete_config(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
@@ -243,11 +205,6 @@ def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str
         **MODEL_FIELDS.get(str(values.get("model.name")), {}),
         **({f"parallel.{name}": field for name, field in kind.fields.items()} if kind else {}),
     }
-
-
-def one_line(value: object) -> str:
-    """Returns the text of a value without line breaks."""
-    return re.sub(r"\s*\n\s*", " ", str(value))
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
