@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from manualpar.commands.agreed_facts import experiment_facts, run_facts
+from manualpar.commands.agreed_facts import run_facts
 from manualpar.commands.command_line import DEFAULT_CONFIG, CommandLine, run_absl
 from manualpar.commands.results import quiet_absl
+from manualpar.data.dataset import SPLITS
 from manualpar.errors import (
     FILES_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
@@ -32,6 +33,7 @@ from manualpar.training.exit_codes import (
     exit_code,
 )
 from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.experiment_facts import experiment_facts
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console
 from manualpar.training.recorder import NonFiniteError
@@ -121,7 +123,11 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
         for line in result.sample.splitlines():
             print_line(console, f"  {line}")
     headline = experiment.task.headline
-    print_line(console, f"test {headline.replace('_', ' ')}: {result.metrics[headline]:.4f}")
+    for split in reversed(SPLITS):
+        if headline in (found := result.metrics.get(split, {})):
+            words = headline.replace("_", " ")
+            print_line(console, f"{split} {words}: {found[headline]:.4f}")
+            break
     print_line(console, f"time: {time.perf_counter() - started:.1f} s")
     print_line(console, f"results: {workdir}")
     return 0

@@ -6,6 +6,7 @@
 
 from manualpar.data.batches import (
     abstract_batch,
+    evaluated,
     evaluation_batches,
     train_batch,
     train_batches,
@@ -21,20 +22,26 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.sources import SOURCES, load_dataset
 from manualpar.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from manualpar.data.user_data import BatchStream, DataEndedError, ExampleSplit, as_dataset
 
 __all__ = [
     "SOURCES",
     "ArraySplit",
+    "BatchStream",
     "ByteTokenizer",
     "ClassificationDataset",
     "DamagedDataError",
+    "DataEndedError",
     "Dataset",
+    "ExampleSplit",
     "FileTokenizer",
     "LanguageDataset",
     "Split",
     "TokenSplit",
     "Tokenizer",
     "abstract_batch",
+    "as_dataset",
+    "evaluated",
     "evaluation_batches",
     "load_dataset",
     "load_tokenizer",

@@ -7,7 +7,10 @@ data is one number: the position after the last batch that was used. All batches
 example is dropped. A batch may have examples from the end of an epoch and from the beginning of the
 next.
 
-Evaluation reads each example once, in order, and pads the last batch.
+Evaluation reads each example once, in order, and pads the last batch. Examples without a mask
+cannot be padded, so those after the last full batch are left out.
+
+The batches of a `BatchStream` are read in its own order, by the thread that trains.
 
 A process reads only the rows of its own devices. It reads a row only once, even if several devices
 store the row.
@@ -18,8 +21,9 @@ take seconds to start. They are worth it only if decoding is slow.
 Symbol: `B` examples in a batch.
 """
 
+import itertools
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -29,11 +33,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import Split
 from manualpar.data.order import order_of
+from manualpar.data.user_data import BatchStream
 from manualpar.errors import require
 
 
 def train_batches(
-    split: Split,
+    split: Split | BatchStream,
     *,
     seed: int,
     batch_size: int,
@@ -44,7 +49,7 @@ def train_batches(
     """Yields endless batches for training, from any position of the stream.
 
     Args:
-      split: The examples; there may be fewer examples than in a batch.
+      split: The examples, of which there may be fewer than in a batch, or a stream of batches.
       seed: The seed of the order of examples, not negative.
       batch_size: `B`.
       sharding: The sharding of the batches, such as `program.batch_sharding`. Each process reads
@@ -57,6 +62,9 @@ def train_batches(
     Returns:
       An iterator of batches of global arrays. Closing the iterator ends the threads.
     """
+    if isinstance(split, BatchStream):
+        batches = split.read_from(start_position // batch_size)
+        return _place_each(batches, sharding, batch_size)
     order = order_of(split, seed)
     starts = range(start_position, sys.maxsize - batch_size, batch_size)
     return _read_ahead(
@@ -74,7 +82,7 @@ def train_batch(split: Split, position: int, *, batch_size: int, seed: int) -> B
 
 
 def evaluation_batches(
-    split: Split,
+    split: Split | BatchStream,
     batch_size: int,
     sharding: jax.sharding.Sharding,
     *,
@@ -94,8 +102,11 @@ def evaluation_batches(
       An iterator of batches of global arrays. Closing the iterator ends the threads. The last batch
       may be padded with zeros, and the mask is 0 at the padding.
     """
+    if isinstance(split, BatchStream):
+        batches = itertools.islice(split.read_once(), max_batches or None)
+        return _place_each(batches, sharding, batch_size)
     size, padding = len(split), jax.tree.map(np.zeros_like, split[0])
-    num_batches = -(-size // batch_size)
+    num_batches = -(-evaluated(split, batch_size) // batch_size)
     return _read_ahead(
         lambda indices: _stack(split[i] if i < size else padding for i in indices.tolist()),
         range(0, min(num_batches, max_batches or num_batches) * batch_size, batch_size),
@@ -104,8 +115,21 @@ def evaluation_batches(
     )
 
 
-def abstract_batch(split: Split, batch_size: int) -> Batch:
+def evaluated(split: Split, batch_size: int) -> int:
+    """Returns the number of examples that an evaluation reads: all, or those of full batches.
+
+    Only a `Batch` with a mask can be padded to a full batch.
+    """
+    example = split[0]
+    has_mask = isinstance(example, Batch) and example.mask is not None
+    return len(split) if has_mask else len(split) // batch_size * batch_size
+
+
+def abstract_batch(split: Split | BatchStream, batch_size: int) -> Batch:
     """Returns the shapes and dtypes of a batch of `split`, as `jax.ShapeDtypeStruct`s."""
+    if isinstance(split, BatchStream):
+        shapes = lambda x: (batch_size, *x.shape[1:]) if x.ndim else ()  # noqa: E731
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shapes(x), x.dtype), split.first)
     # Reads no example if possible, because a sequence may be too long for the memory. The memory is
     # checked later.
     example = getattr(split, "abstract_example", None) or split[0]
@@ -125,6 +149,9 @@ def place(batch: Batch, rows: np.ndarray, sharding: jax.sharding.Sharding, num_r
     """Makes global arrays `[B, ...]` from numpy arrays with the rows of this process."""
 
     def place_leaf(array: np.ndarray) -> jax.Array:
+        if not array.ndim:
+            return jax.device_put(array, _replicated(sharding))
+
         def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(num_rows)
             first, last = np.searchsorted(rows, (start, stop))
@@ -133,6 +160,30 @@ def place(batch: Batch, rows: np.ndarray, sharding: jax.sharding.Sharding, num_r
         return jax.make_array_from_callback((num_rows, *array.shape[1:]), sharding, part)
 
     return jax.tree.map(place_leaf, batch)
+
+
+def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def _place_each(
+    batches: Iterator[Any], sharding: jax.sharding.Sharding, batch_size: int
+) -> Generator[Batch, None, None]:
+    """Puts batches on the devices, which have all rows or only the rows of this process."""
+    rows = rows_of_this_process(sharding, batch_size)
+    for batch in batches:
+        found = next(len(x) for x in jax.tree.leaves(batch) if x.ndim)
+        if found == batch_size:
+            batch = jax.tree.map(lambda x: x[rows] if x.ndim else x, batch)
+        elif found != len(rows):
+            of_process = f", or the {len(rows)} of this process" if len(rows) < batch_size else ""
+            raise ValueError(
+                f"data: a batch has {found} rows, expected config.data.batch_size={batch_size}"
+                f"{of_process}; drop the rows after the last full batch, or pad them and mask them."
+            )
+        yield place(batch, rows, sharding, batch_size)
 
 
 def _stack(examples: Iterable[Batch]) -> Batch:

@@ -160,14 +160,17 @@ class TokenSplit:
 class Dataset:
     """Three splits with no example in common: for training, evaluation and the test.
 
+    The splits of a user may be streams of batches, and those for evaluation and the test may be
+    missing, see `user_data`.
+
     The fingerprint depends on the examples and their numbers. If the fingerprints of two processes
     differ, the processes read different batches. The fingerprint in a checkpoint must equal the
     fingerprint of the run that resumes from the checkpoint.
     """
 
-    train: Split
-    eval: Split
-    test: Split
+    train: Any
+    eval: Any = None
+    test: Any = None
     fingerprint: str
 
 
@@ -175,6 +178,9 @@ class Dataset:
 class ClassificationDataset(Dataset):
     """A dataset of inputs with their classes; the labels are less than `num_classes`."""
 
+    train: Split
+    eval: Split
+    test: Split
     num_classes: int
 
 

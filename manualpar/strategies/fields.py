@@ -40,6 +40,8 @@ class Field:
         """Describes the allowed values in words."""
         if self.expected:
             return self.expected
+        if self.choices and self.kind is tuple:
+            return "a tuple of names among " + ", ".join(map(repr, self.choices))
         if self.choices:
             return "one of " + ", ".join(map(repr, self.choices))
         if self.holds_names:
@@ -61,6 +63,8 @@ class Field:
             return isinstance(value, self.kind) and (not self.choices or value in self.choices)
         if self.kind is tuple:
             is_member = _is_name if self.holds_names else _is_rule
+            if self.choices and not set(value) <= set(self.choices):
+                return False
             return isinstance(value, tuple) and all(map(is_member, value))
         numbers = (int, float) if self.kind is float else (int,)
         if not isinstance(value, numbers) or isinstance(value, bool):

@@ -8,6 +8,8 @@ out a field with a default; `complete_config` fills in the default. If a config 
 only other strategies use, the field is checked but not used.
 """
 
+import difflib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,10 @@ from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.strategies.fields import fields_of_options
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
 from manualpar.training.config_files import one_line, run_config_file
+from manualpar.training.monitoring.trackers import TRACKERS
 from manualpar.training.optimizer import check_optimizer
 
+OWN = "own"  # The name of a model that is given in Python.
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
 LONGEST_SECONDS = 1e6  # Every clock and timer accepts this duration.
 _IF_IT_HAS = "The argument {} of an optimizer that has it, unless optimizer.arguments has it."
@@ -93,10 +97,9 @@ OPTIMIZER_FIELDS: Mapping[str, Field] = {
 FIELDS: Mapping[str, Field] = {
     "seed": Field(int, 0, below=2**32),
     "profile": Field(str),
-    "data.source": Field(str),
     "data.batch_size": Field(int, 1, below=2**31),
     "data.prefetch": Field(int, 1, below=2**10),  # Each prefetched batch takes a thread.
-    "model.name": Field(str, choices=("classifier", "transformer")),
+    "model.name": Field(str, expected="'classifier', 'transformer' or module:function"),
     "model.lora": Field(tuple, holds_names=True, default=()),
     "model.int8": Field(tuple, holds_names=True, default=()),
     "model.lora_alpha": Field(float, 0, below=LARGEST_FLOAT, default=16.0),
@@ -111,6 +114,16 @@ FIELDS: Mapping[str, Field] = {
     "training.eval_batches": Field(int, 0),
     "training.log_every_steps": Field(int, 1),
     "training.on_nonfinite": Field(str, choices=ON_NONFINITE),
+    "training.trackers": Field(
+        tuple,
+        choices=tuple(TRACKERS),
+        holds_names=True,
+        default=(),
+        meaning="The services that get the metrics: wandb, mlflow, trackio.",
+    ),
+    "training.project": Field(
+        str, default="manualpar", meaning="The name of the project in the trackers."
+    ),
     "checkpoint.every_steps": Field(int, 0),
     "checkpoint.keep": Field(int, 1),
     "checkpoint.keep_every_steps": Field(int, 0),
@@ -201,10 +214,24 @@ def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str
     kind = kinds.get(str(values.get("parallel.strategy")))
     return {
         **FIELDS,
+        **own_fields(values),
         "parallel.strategy": Field(str, choices=tuple(kinds)),
         **MODEL_FIELDS.get(str(values.get("model.name")), {}),
         **({f"parallel.{name}": field for name, field in kind.fields.items()} if kind else {}),
     }
+
+
+def is_own(model_name: Any) -> bool:
+    """Returns whether a `model.name` stands for a user's model: `OWN` or module:function."""
+    return model_name == OWN or (isinstance(model_name, str) and ":" in model_name)
+
+
+def own_fields(values: Mapping[str, Any]) -> dict[str, Field]:
+    """Returns the fields that a user added to the groups `model` and `data` of an own model."""
+    if not is_own(values.get("model.name")):
+        return {}
+    names = [x for x in values if x.startswith(("model.", "data.")) and x not in FIELDS]
+    return {name: Field(type(values[name])) for name in names}
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -232,14 +259,24 @@ def check_config(config: Any) -> None:
             f"config is a {type(config).__name__}, expected an ml_collections.ConfigDict."
         )
     values, fields = flatten_config(config), fields_of(config)
+    own = own_fields(values)
+    for name in own:
+        _check_own_field(name, values[name])
+    if not is_own(model := values.get("model.name", OWN)) and model not in MODEL_FIELDS:
+        raise ValueError(
+            f"config.model.name is {one_line(repr(model))}, expected one of "
+            f"{', '.join(map(repr, MODEL_FIELDS))}, or module:function for a model of your own; "
+            f"the nearest one is {nearest(str(model), MODEL_FIELDS)!r}."
+        )
     for name in fields:
         if name not in values and fields[name].default is None:
             raise ValueError(f"config.{name} is missing, expected {fields[name].expectation()}.")
     for kind in strategy_kinds().values():
         # A config may also have fields of a registered strategy that it does not use.
         fields |= {f"parallel.{name}": field for name, field in kind.fields.items()}
-    # The model's name comes first, because it decides which other fields there are.
-    for name, value in sorted(values.items(), key=lambda item: item[0] != "model.name"):
+    for name, value in values.items():
+        if name in own:
+            continue
         if name in REMOVED:
             raise ValueError(f"config.{name} was removed: {REMOVED[name][1]}; delete the field.")
         if name not in fields:
@@ -274,10 +311,26 @@ def check_config(config: Any) -> None:
     check_optimizer(complete_config(config))
 
 
+def _check_own_field(name: str, value: Any) -> None:
+    """Refuses a field that is probably a misspelt one, and a value that JSON cannot store."""
+    if near := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85):
+        raise ValueError(
+            f"config.{name} is not a known field; the nearest one is config.{near[0]}. If it is a "
+            "field of your own, give it another name."
+        )
+    parts = value if isinstance(value, tuple) else (value,)
+    is_plain = all(isinstance(x, bool | int | float | str) for x in parts)
+    if not is_plain or any(isinstance(x, float) and not math.isfinite(x) for x in parts):
+        raise ValueError(
+            f"config.{name} is {one_line(repr(value))}, expected a finite number, a string, a "
+            "bool, or a tuple of such."
+        )
+
+
 def _check_written_out(config: ml_collections.ConfigDict) -> None:
     """Refuses a config with so many unrolled layers or minibatches that compiling takes hours."""
-    layers = () if config.model.get("scan_layers", False) else ("model.num_layers",)
-    for name in (*layers, "optimizer.num_minibatches"):
+    is_unrolled = config.model.name in MODEL_FIELDS and not config.model.get("scan_layers", False)
+    for name in (*(("model.num_layers",) if is_unrolled else ()), "optimizer.num_minibatches"):
         group, field = name.split(".")
         if config[group][field] > MOST_WRITTEN_OUT:
             mend = "; or set config.model.scan_layers=True" if "scan_layers" in config.model else ""

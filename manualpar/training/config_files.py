@@ -10,6 +10,7 @@ A config has a name, such as `fsdp_lm` or `plan/llama3_8b`, or is a file of one'
 import ast
 import importlib.util
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,9 @@ def run_config_file(path: Path) -> ml_collections.ConfigDict:
     if spec is None or spec.loader is None:
         raise refused("expected a Python file whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
+    folder = str(path.absolute().parent)
+    if not path.is_relative_to(config_folder()) and folder not in sys.path:
+        sys.path.append(folder)  # A config may import the modules beside it.
     try:
         spec.loader.exec_module(module)
         get_config = getattr(module, "get_config", None)

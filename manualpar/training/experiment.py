@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +17,15 @@ from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.program.parameter_average import params_ema
 from manualpar.core.program.program import Program
-from manualpar.data import abstract_batch
+from manualpar.data import BatchStream, abstract_batch, evaluated
 from manualpar.errors import nearest
 from manualpar.inspect.state_layout import ALL
 from manualpar.layers.pipeline import Pipeline
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
-from manualpar.strategies import strategy_kinds
+from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.strategies.fields import fields_of_manual_mode, values_of_options
-from manualpar.training.config import check_config, complete_config, flatten_config
+from manualpar.training.config import check_config, complete_config, flatten_config, is_own
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.model_flops import flops_of_example
 from manualpar.training.monitoring.profiling import parse_profile
@@ -59,7 +59,7 @@ class Experiment(NamedTuple):
 
     config: ml_collections.ConfigDict
     task: Task
-    schedule: optax.Schedule
+    schedule: optax.Schedule | None
     program: Program
     chosen: ChosenOptions = ChosenOptions()
 
@@ -89,7 +89,8 @@ def prepare(
     config = complete_config(config)
     parse_profile(config.profile)
     task = task or make_task(config)
-    schedule = make_schedule(config)
+    _check_evaluated(config, task)
+    schedule = None if task.optimizer else make_schedule(config)
     program, chosen = _build(config, task, schedule, devices)
     if not isinstance(program, Program):
         raise TypeError(
@@ -117,6 +118,20 @@ def prepare(
     return Experiment(config, task, schedule, program, chosen)
 
 
+def _check_evaluated(config: ml_collections.ConfigDict, task: Task) -> None:
+    """Refuses splits for evaluation that cannot fill a batch and cannot be padded."""
+    for name in ("eval", "test"):
+        split = getattr(task.dataset, name)
+        if split is None or isinstance(split, BatchStream):
+            continue
+        if not evaluated(split, config.data.batch_size):
+            raise ValueError(
+                f"data: {name!r} has {len(split)} examples without a mask and "
+                f"config.data.batch_size is {config.data.batch_size}, expected at least as many "
+                "examples; or make each a Batch(inputs, labels, mask), which can be padded."
+            )
+
+
 def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: Program) -> None:
     """Refuses a `config.checkpoint.best_metric` that evaluations do not report."""
     wanted = config.checkpoint.best_metric
@@ -140,7 +155,7 @@ def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: P
 def build_experiment(
     config: ml_collections.ConfigDict,
     task: Task,
-    schedule: optax.Schedule,
+    schedule: optax.Schedule | None,
     *,
     devices: Sequence[jax.Device] | int | None = None,
 ) -> Program:
@@ -156,12 +171,13 @@ def build_experiment(
 def _build(
     config: ml_collections.ConfigDict,
     task: Task,
-    schedule: optax.Schedule,
+    schedule: optax.Schedule | None,
     devices: Sequence[jax.Device] | int | None,
 ) -> tuple[Program, ChosenOptions]:
     """Builds the program, and returns it with its compiler options."""
     optimizer, parallel = config.optimizer, config.parallel
-    axes = _mesh_axes(parallel, is_split=isinstance(task.model, Transformer))
+    own = is_own(config.model.name)
+    axes = _mesh_axes(parallel, is_split=own or isinstance(task.model, Transformer))
     if isinstance(devices, int):
         mesh: Mesh | AbstractMesh = abstract_mesh(axes, devices)
     else:
@@ -177,13 +193,14 @@ def _build(
     if parallel.mode != "manual":
         _check_left_to_xla(values)
     _check_split(config, task, mesh)
-    if EXPERT_AXIS in mesh.shape and not config.model.get("num_experts"):
+    if EXPERT_AXIS in mesh.shape and not own and not config.model.get("num_experts"):
         raise ValueError(
             f"config.parallel.mesh has the axes {list(mesh.shape)} and the model has no experts to "
             f"divide over {EXPERT_AXIS!r}, expected config.model.num_experts, or other axes; set "
             """--config.parallel.mesh="{'data': -1}"."""
         )
-    _check_stages_and_context(config, task, mesh)
+    if not own:
+        _check_stages_and_context(config, task, mesh)
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
     along, devices = " and ".join(map(repr, data_axes)), axes_size(mesh, data_axes)
     parts = devices * optimizer.num_minibatches
@@ -193,7 +210,8 @@ def _build(
             f"the {devices} devices along {along or repr('data')} times "
             f"config.optimizer.num_minibatches={optimizer.num_minibatches}."
         )
-    tx = make_optimizer(config, schedule)
+    tx = make_optimizer(config, schedule) if schedule else task.optimizer
+    assert tx is not None, "a task without an optimizer has a schedule"
     if optimizer.ema_decay and not kind.is_exact:
         raise ValueError(
             f"config.optimizer.ema_decay is {optimizer.ema_decay} and config.parallel.strategy is "
@@ -212,7 +230,7 @@ def _build(
     }
     if CONTEXT_AXIS in mesh.shape:
         shared["context_axis"] = CONTEXT_AXIS
-    if STAGE_AXIS in mesh.shape:
+    if STAGE_AXIS in mesh.shape and not own:
         shared["pipeline"] = Pipeline(
             axis=STAGE_AXIS,
             schedule=parallel.pipeline,
@@ -221,6 +239,7 @@ def _build(
         )
     if set(axis_name) - {"data"}:
         shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
+    shared |= _options_of(task, kind, decided=shared)
     strategy_fields = {name: parallel[name] for name in kind.fields if name in parallel}
     model = fine_tuned(task.model, config.model)
     with _optimizer_named(config):
@@ -228,6 +247,17 @@ def _build(
             model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
         )
     return program, chosen
+
+
+def _options_of(task: Task, kind: StrategyKind, *, decided: Collection[str]) -> Mapping[str, Any]:
+    """Returns a task's options for the builder; refuses those that the config decides."""
+    fields = {name: option.field for name, option in PROGRAM_OPTIONS.items() if option.field}
+    fields |= {name: f"parallel.{name}" for name in kind.fields}
+    for name in task.options:
+        if name in fields or name in decided:
+            mend = f"set config.{fields[name]}" if name in fields else "leave it out"
+            raise ValueError(f"Task.options has {name!r}, which the config decides; {mend}.")
+    return task.options
 
 
 @contextlib.contextmanager

@@ -28,15 +28,17 @@ from manualpar.training.task import Task
 TRAINED, BATCH = 0, 1
 
 
-def flops_of_example(task: Task, model: Any, program: Program) -> float:
+def flops_of_example(task: Task, model: Any, program: Program) -> float | None:
     """Counts the FLOPs per example of a training step, without recomputation.
+
+    The result is `None` if the task does not know them.
 
     Args:
       task: The task of the run.
       model: The task's model, with adapters if the run has any.
       program: The program of `model`.
     """
-    if all(place.trainable for _, place in program.parameters):
+    if task.flops_per_example is None or all(place.trainable for _, place in program.parameters):
         return task.flops_per_example
     some = _products(model, task, program, program.model.trainable)
     # This also takes the gradient with respect to the batch, because the closed form counts the

@@ -64,7 +64,8 @@ class Recorder:
     writer: RunWriter  # Every report is written here before it is shown on `screen`.
     screen: TrainingProgress  # Shows reports; also updated after every training step.
     _: dataclasses.KW_ONLY
-    learning_rate: Callable[[int], Any]  # Returns the rate for the number of earlier updates.
+    # Returns the rate for the number of earlier updates; `None` if it is not known.
+    learning_rate: Callable[[int], Any] | None
     rates: Callable[[int, float], Mapping[str, float]]  # Computes rates from (steps, seconds).
     # Turns the means of a split into the reported numbers.
     derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means
@@ -72,6 +73,8 @@ class Recorder:
     # the recorder counts the step and leaves it out of the means. If not, it raises
     # `NonFiniteError`.
     skips_nonfinite: bool = False
+    # Called with the step, the split and the numbers of each report.
+    on_report: Callable[[int, str, Mapping[str, float]], Any] = lambda step, split, values: None
     # The metrics on the device, oldest first: (split, step, metrics, whether these metrics complete
     # a report, learning rate).
     _queue: collections.deque[tuple[str, int, Metrics, bool, Any]] = dataclasses.field(
@@ -96,7 +99,7 @@ class Recorder:
         # The device computes the learning rate too, after everything in its queue. If the
         # computation started at the time of the report, it would wait for all steps dispatched
         # since then. So it is dispatched now.
-        rate = self.learning_rate(step - 1) if report and split == "train" else None
+        rate = self._rate(step) if report and split == "train" else None
         self._queue.append((split, step, metrics, report, rate))
         if len(self._queue) > LAG:
             self._fetch_oldest()
@@ -159,8 +162,9 @@ class Recorder:
         means = self.derive(split, mean_metrics(self._totals.pop(split)))
         rates: Mapping[str, float] = {}
         if split == "train":
-            rate = self.learning_rate(step - 1) if rate is None else rate
-            means["learning_rate"] = float(rate)
+            rate = self._rate(step) if rate is None else rate
+            if rate is not None:
+                means["learning_rate"] = float(rate)
             if self.skips_nonfinite:
                 means[SKIPPED] = float(self._skipped)
             if self._timed_seconds:
@@ -169,3 +173,7 @@ class Recorder:
         self._latest[split] = means
         self.writer.write(step, split, means, throughput=rates)
         self.screen.report(step, split, {**means, **rates})
+        self.on_report(step, split, {**means, **rates})
+
+    def _rate(self, step: int) -> Any:
+        return None if self.learning_rate is None else self.learning_rate(step - 1)

@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import rich.console
@@ -16,6 +16,8 @@ from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
+from manualpar.data import BatchStream, evaluated
+from manualpar.data.dataset import SPLITS
 from manualpar.errors import UsageError
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.inspect.step_ledger import describe_codes
@@ -26,9 +28,11 @@ from manualpar.system.storage import AnyPath, BucketError, mirrored
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import Checkpoints, Restored
 from manualpar.training.checkpoints.saved_state import unpad_whole
+from manualpar.training.config import flatten_config
 from manualpar.training.devices import describe_mesh
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import Experiment
+from manualpar.training.hooks import Hooks
 from manualpar.training.imported_model import initial_state
 from manualpar.training.monitoring.profiling import StepProfiler, parse_profile
 from manualpar.training.monitoring.progress import TrainingProgress
@@ -36,6 +40,7 @@ from manualpar.training.monitoring.report import write_report
 from manualpar.training.monitoring.run_files import METRICS_FILE, PLACED_FILES, RunWriter
 from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.monitoring.throughput import Throughput, lowest_peak, memory_in_use
+from manualpar.training.monitoring.trackers import start_tracker
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
 from manualpar.training.workdir import (
@@ -49,13 +54,20 @@ from manualpar.training.workdir import (
 from manualpar.training.workdir_lock import lock_workdir
 
 # Files in a workdir whose paths begin with these strings are not copied to a bucket as results.
-NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/")
+NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/", "wandb/")
 
 
 class Result(NamedTuple):
-    """The metrics on the test examples, and a text that the trained model generated ("": none)."""
+    """The result of a run.
 
-    metrics: dict[str, float]
+    Attributes:
+      state: The state after the last step.
+      metrics: The latest report of each split, such as `metrics["test"]["loss"]`.
+      sample: A text that the trained model generated; "" if the config asks for none.
+    """
+
+    state: TrainState
+    metrics: dict[str, dict[str, float]]
     sample: str = ""
 
 
@@ -136,6 +148,11 @@ def _run(
     position = position_of(restored) if restored else START
     state = restored.state if restored else initial_state(config, program, report=say)
     with contextlib.ExitStack() as stack:
+        trackers = _start_trackers(experiment, folder, say=say) if cluster.is_main else []
+        if failure := first_failure(trackers if isinstance(trackers, str) else ""):
+            raise UsageError(failure)
+        hooks = Hooks([*task.hooks, *trackers])
+        stack.push(lambda _, error, __: hooks.call("on_end", error))
         place = restored.extra["files"] if restored else None
         if place is None and (folder / METRICS_FILE).exists():
             # An earlier run ended before its first checkpoint. This run starts over.
@@ -165,9 +182,11 @@ def _run(
             rates=_rates(experiment),
             derive=task.derive,
             skips_nonfinite=config.training.on_nonfinite == "skip",
+            on_report=hooks.on_report,
         )
         if restored:
             recorder.resume(restored.extra["recorder"])
+            hooks.restore(restored.extra.get("hooks", []))
         detector = StallDetector(
             config.watch.stall_seconds, others=cluster.steps, num_processes=cluster.num_processes
         )
@@ -176,14 +195,38 @@ def _run(
         profiler = StepProfiler(profiled, folder / "profile", say)
         restored = None  # Drops a reference to the state, because the first step donates it.
         trainer = Trainer(
-            experiment, checkpoints, recorder, writer, cluster, detector, profiler, report=say
+            experiment,
+            checkpoints,
+            recorder,
+            writer,
+            cluster,
+            detector,
+            profiler,
+            report=say,
+            hooks=hooks,
         )
         state = trainer.train(state, position)
         sample = ""
         if task.sample:
             shown = ema_params(state) if config.optimizer.ema_decay else state
             sample = task.sample(_without_padding(program, shown), jax.random.key(config.seed))
-    return Result(recorder.latest("test"), sample)
+    metrics = {split: recorder.latest(split) for split in SPLITS if recorder.latest(split)}
+    return Result(state, metrics, sample)
+
+
+def _start_trackers(
+    experiment: Experiment, folder: Path, *, say: Callable[[str], None]
+) -> list[Any] | str:
+    """Starts the trackers of a run, or returns a sentence on the one that cannot start."""
+    config, started = flatten_config(experiment.config), []
+    try:
+        for name in config["training.trackers"]:
+            started.append(start_tracker(name, config, folder, say=say))
+    except UsageError as error:
+        for tracker in started:
+            tracker.on_end(error)
+        return str(error)
+    return started
 
 
 def _no_lock() -> None:
@@ -193,10 +236,17 @@ def _no_lock() -> None:
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
     """Prints the mesh, the compiler options, the layout, and the coverage of the replica check."""
     debug, program = experiment.config.debug, experiment.program
-    mesh = program.mesh
+    mesh, dataset = program.mesh, experiment.task.dataset
     print_line(console, f"mesh: {_describe_mesh(mesh)}")
     if chosen := str(experiment.chosen):
         print_line(console, f"compiler options: {chosen}")
+    for name in ("eval", "test"):
+        split = getattr(dataset, name)
+        if split is None or isinstance(split, BatchStream):
+            continue
+        if (used := evaluated(split, experiment.config.data.batch_size)) < len(split):
+            words = f"{name}: {used} of {len(split)} examples are used, those of full batches"
+            print_line(console, f"{words}, because examples without a mask cannot be padded")
     console.print(layout_table(program))
     if debug.draw_sharding and cluster.is_main:
         draw_sharding(program.abstract_state.params, debug.draw_sharding)
@@ -261,7 +311,7 @@ def _rates(experiment: Experiment) -> Callable[[int, float], dict[str, float]]:
         tokens_per_example=task.tokens_per_example or None,
         flops_per_example=task.flops_per_example,
         num_devices=devices.size,
-        peak=lowest_peak(devices.flat, experiment.config.model.dtype),
+        peak=lowest_peak(devices.flat, experiment.config.model.get("dtype", "float32")),
     )
 
     def rates(steps: int, seconds: float) -> dict[str, float]:

@@ -5,13 +5,14 @@ The model is the model of `config.model` without LoRA and int8 weights. `fine_tu
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import ml_collections
 import numpy as np
+import optax
 
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.state.train_state import TrainState
@@ -28,7 +29,8 @@ from manualpar.models.finetuning.quantized import quantized
 from manualpar.models.flat_fields import nest_fields
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.transformer_fields import flops_per_token
-from manualpar.training.config import complete_config
+from manualpar.training.config import OWN, complete_config, is_own
+from manualpar.training.named_function import find_function
 
 # For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6
@@ -43,34 +45,66 @@ class Task:
     """The model, loss, data and metrics that a config trains.
 
     Attributes:
+      dataset: The data, see `manualpar.data.as_dataset` for a user's own.
+      model: The model, as a builder takes it.
+      loss_fn: The loss function, see `manualpar.core.model.loss_function`.
       headline: The name of the metric that sums up a run.
       flops_per_example: The FLOPs per example of a training step, forward and backward, without
-        recomputation.
+        recomputation; `None` if they are not known. A run then reports no MFU.
       tokens_per_example: The number of tokens in an example; 0 if examples have none.
       derive: Turns the means of a split's metrics into the reported metrics.
       sample: Generates a text from a trained state without padding and a random key. `None` if the
         config asks for no text.
+      optimizer: The optimizer; `None` for the one that the config describes.
+      options: Arguments of the program's builder that a config has no field for, such as
+        `init_args` and `sync_collections`.
+      hooks: Hooks of the run, see `manualpar.training.hooks`.
     """
 
     dataset: Dataset
-    model: nn.Module
+    model: Any
     loss_fn: LossFn
-    headline: str
-    flops_per_example: float
+    headline: str = "loss"
+    flops_per_example: float | None = None
     tokens_per_example: int = 0
     derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means
     sample: Callable[[TrainState, jax.Array], str] | None = None
+    optimizer: optax.GradientTransformation | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hooks: Sequence[Any] = ()
 
 
 def make_task(config: ml_collections.ConfigDict) -> Task:
     """Loads the data that a config names, and makes the model for it.
 
+    If `config.model.name` is `module:function`, the function makes the task.
+
     Raises:
-      ValueError: The data is missing, or the model does not fit it; the message names the field.
+      ValueError: The data is missing, or the model does not fit it; or there is no such function.
+        The message names the field.
     """
     config = complete_config(config)
+    if is_own(config.model.name):
+        return _task_of_user(config)
     is_language = config.model.name == "transformer"
     return _language_modelling(config) if is_language else _classification(config)
+
+
+def _task_of_user(config: ml_collections.ConfigDict) -> Task:
+    name = config.model.name
+    if name == OWN:
+        raise ValueError(
+            f"config.model.name is {OWN!r}, expected module:function, such as "
+            "'my_task:make_task', where the function makes a manualpar.training.task.Task of the "
+            "config; or give model, loss and data to manualpar.training.fit."
+        )
+    task = find_function(name)(config)
+    if not isinstance(task, Task):
+        raise ValueError(
+            f"config.model.name is {name!r}, which returned a {type(task).__name__}, expected a "
+            "manualpar.training.task.Task."
+        )
+    return task
 
 
 def _classification(config: ml_collections.ConfigDict) -> Task:

@@ -1,10 +1,11 @@
-"""The training loop: it reads a batch, takes a step, and calls the hooks that are due.
+"""The training loop: it reads a batch, takes a step, and does what is due.
 
-Everything else that happens between two steps is a hook: `trainer.every(n, hook)` calls
-`hook(state, position)` after every `n` steps. Hooks are called in the order in which they were
-added, and an exception that a hook raises ends the loop. `Trainer.train` adds, in this order, the
-check of replicas, evaluation, and saving. So the checkpoint of step s is saved after all reports of
-step s. A run that resumes from this checkpoint repeats no report and leaves out no report.
+Everything else that happens between two steps is an action: `trainer.every(n, action)` calls
+`action(state, position)` after every `n` steps. Actions are called in the order in which they were
+added, and an exception that an action raises ends the loop. `Trainer.train` adds, in this order,
+the check of replicas, evaluation, the user's hooks, and saving. So the checkpoint of step s is
+saved after all reports of step s. A run that resumes from this checkpoint repeats no report and
+leaves out no report.
 """
 
 import contextlib
@@ -19,10 +20,12 @@ import jax
 
 from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.state.train_state import TrainState
-from manualpar.data import evaluation_batches, train_batches
+from manualpar.data import BatchStream, evaluation_batches, train_batches
 from manualpar.system.cluster import UNWATCHED, Cluster
+from manualpar.system.cluster.agreement import gather
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.experiment import Experiment
+from manualpar.training.hooks import Hooks
 from manualpar.training.monitoring.profiling import StepProfiler
 from manualpar.training.monitoring.run_files import RunWriter
 from manualpar.training.monitoring.stalls import StallDetector
@@ -36,7 +39,7 @@ MAX_ROLLBACKS = 3
 BETWEEN_STEPS = "between two steps"
 EXTRA_SECONDS = 30.0
 
-Hook = Callable[[TrainState, Position], None]
+Action = Callable[[TrainState, Position], None]
 
 
 class StoppedError(Exception):
@@ -48,8 +51,16 @@ class StoppedError(Exception):
         self.is_saved = is_saved
 
 
+class EndedEarlyError(Exception):
+    """A hook ended the training after `step`; the run is tested as after its last step."""
+
+    def __init__(self, state: TrainState, step: int) -> None:
+        super().__init__(f"a hook ended the training after step {step}")
+        self.state, self.step = state, step
+
+
 class _Scheduled(NamedTuple):
-    hook: Hook
+    action: Action
     steps: int
     at_start: bool
     at_end: bool
@@ -67,7 +78,9 @@ class Trainer:
     detector: StallDetector
     profiler: StepProfiler
     report: Callable[[str], None]  # Called with a sentence for the user.
-    _hooks: list[_Scheduled] = dataclasses.field(default_factory=list)
+    hooks: Hooks = dataclasses.field(default_factory=Hooks)
+    _actions: list[_Scheduled] = dataclasses.field(default_factory=list)
+    _saving: list[int] = dataclasses.field(default_factory=list)  # Steps not yet on disk.
 
     def train(self, state: TrainState, position: Position = START) -> TrainState:
         """Trains from a position to the last step, and tests; `state` is donated.
@@ -85,7 +98,10 @@ class Trainer:
         config = self.experiment.config
         if config.debug.check_replicas_every:
             self.every(config.debug.check_replicas_every, self._replica_check())
-        self.every(config.training.eval_every_steps, self._evaluate, at_start=True, at_end=True)
+        if self.experiment.task.dataset.eval is not None:
+            self.every(config.training.eval_every_steps, self._evaluate, at_start=True, at_end=True)
+        if self.hooks.have("on_step"):
+            self.every(1, lambda state, position: self.hooks.call("on_step", position.step, state))
         self.every(1, self._save_or_stop)
         with contextlib.ExitStack() as stack:
             for context in (postponed_interrupt(self.cluster), self.detector, self.profiler):
@@ -93,32 +109,42 @@ class Trainer:
             # After the loop the processes do different work (only process 0 writes a report), so
             # their phases are no longer compared.
             stack.callback(self.cluster.enter, UNWATCHED)
-            state = self._run_and_roll_back(state, position)
-            self._evaluate_on("test", state, config.training.num_steps)
+            last = config.training.num_steps
+            try:
+                state = self._run_and_roll_back(state, position)
+            except EndedEarlyError as error:
+                self.report(str(error))
+                state, last = error.state, error.step
+            if self.experiment.task.dataset.test is not None:
+                self._evaluate_on("test", state, last)
             self.cluster.enter("finishing")
             self.recorder.drain()
+            if self._saving and self.hooks.have("on_checkpoint"):
+                self._wait_for_checkpoint()
         return state
 
     def every(
-        self, steps: int, hook: Hook, *, at_start: bool = False, at_end: bool = False
+        self, steps: int, action: Action, *, at_start: bool = False, at_end: bool = False
     ) -> None:
-        """Adds a hook, which the loop calls after every `steps` steps with (state, position).
+        """Adds an action, which the loop calls after every `steps` steps with (state, position).
 
-        The next step donates the state, so the hook must not keep it. If `steps` is 0, the hook is
-        never called. If `at_start`, the hook is also called before the first step of a run. If
+        The next step donates the state, so the action must not keep it. If `steps` is 0, the action
+        is never called. If `at_start`, it is also called before the first step of a run. If
         `at_end`, it is also called after the last step, even if that is no multiple of `steps`.
         """
         if steps:
-            self._hooks.append(_Scheduled(hook, steps, at_start, at_end))
+            self._actions.append(_Scheduled(action, steps, at_start, at_end))
 
     def run(self, state: TrainState, position: Position) -> TrainState:
         """Runs the loop. On return, the recorder may not have fetched the last metrics yet."""
         config = self.experiment.config
         num_steps, log_every = config.training.num_steps, config.training.log_every_steps
+        if self.hooks.should_stop():  # This may be a run that a hook had ended.
+            raise EndedEarlyError(state, position.step)
         if not position.step:
-            for each in self._hooks:
+            for each in self._actions:
                 if each.at_start:
-                    each.hook(state, position)
+                    each.action(state, position)
         with contextlib.closing(self.read_from(position.examples)) as batches:
             while position.step < num_steps:
                 self.cluster.enter("reading a batch")
@@ -136,9 +162,9 @@ class Trainer:
                 is_last = step == num_steps
                 self.recorder.put("train", step, metrics, report=is_last or step % log_every == 0)
                 self.detector.beat(step)
-                for each in self._hooks:
+                for each in self._actions:
                     if step % each.steps == 0 or (is_last and each.at_end):
-                        each.hook(state, position)
+                        each.action(state, position)
         return state
 
     def read_from(self, examples: int) -> Any:
@@ -193,11 +219,12 @@ class Trainer:
             workdir = self.checkpoints.folder.parent
             restored = restore(self.checkpoints, self.experiment, workdir, report=self.report)
             self.recorder.resume(restored.extra["recorder"])
+            self.hooks.restore(restored.extra.get("hooks", []))
             self.writer.go_back(restored.extra["files"], step=restored.step, report=self.report)
         return restored.state, position_of(restored)
 
-    def _replica_check(self) -> Hook:
-        """Makes a hook that checks that copies of the state are equal, bit for bit."""
+    def _replica_check(self) -> Action:
+        """Makes an action that checks that copies of the state are equal, bit for bit."""
         program = self.experiment.program
         sentinel = ReplicaSentinel(program.mesh, program.layout)
 
@@ -246,7 +273,9 @@ class Trainer:
         config, step = self.experiment.config, position.step
         stops = self.cluster.should_stop(step)
         is_last = step == config.training.num_steps
-        saves = self._is_due(step) or (config.checkpoint.every_steps > 0 and (stops or is_last))
+        ends = self.hooks.should_stop() and not is_last
+        is_end = stops or ends or is_last
+        saves = self._is_due(step) or (config.checkpoint.every_steps > 0 and is_end)
         if saves:
             self.save(state, position)
         if stops:
@@ -255,6 +284,8 @@ class Trainer:
             if saves:
                 self.cluster.nothing_to_lose()
             raise StoppedError(step, is_saved=saves)
+        if ends:
+            raise EndedEarlyError(state, step)
 
     def _is_due(self, step: int) -> bool:
         every: int = self.experiment.config.checkpoint.every_steps
@@ -268,6 +299,9 @@ class Trainer:
         self.cluster.enter(work, limit=limit, varies=True)
         with self.recorder.leave_out(), self.detector.during(work):
             self.checkpoints.wait()
+        while self._saving:
+            step = self._saving.pop(0)
+            self.hooks.call("on_checkpoint", step, self.checkpoints.folder / str(step))
 
     def save(self, state: TrainState, position: Position) -> None:
         """Saves a state after all of its reports are on disk.
@@ -284,13 +318,17 @@ class Trainer:
         work = f"saving in {self.checkpoints.folder}"
         self.cluster.enter(work, limit=self.checkpoints.longest_save)
         with self.recorder.leave_out(), self.detector.during(work):
+            dataset = self.experiment.task.dataset
             extra = {
                 "position": position.examples,
                 "config": self.experiment.config.to_dict(),
-                "data": self.experiment.task.dataset.fingerprint,
+                "data": dataset.fingerprint,
                 "recorder": self.recorder.state(),
                 "files": self.writer.place(),
+                "hooks": self.hooks.state(),
             }
+            if isinstance(dataset.train, BatchStream):
+                extra["stream"] = gather(dataset.train.state())
             self.checkpoints.save(
                 self.experiment.program,
                 state,
@@ -298,6 +336,7 @@ class Trainer:
                 extra=extra,
                 metrics=self.recorder.latest("eval"),
             )
+        self._saving.append(position.step)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 
+from manualpar.data import BatchStream
 from manualpar.errors import UsageError
 from manualpar.system.cluster.agreement import from_first
 from manualpar.system.storage import AnyPath, BucketPath
@@ -220,6 +221,10 @@ def restore(
             "would miss some examples and repeat others. Restore the files, or begin another run "
             "in another workdir."
         )
+    if isinstance(stream := experiment.task.dataset.train, BatchStream):
+        states = restored.extra.get("stream", [])
+        if len(states) == jax.process_count():
+            stream.restore(states[jax.process_index()])
     return restored
 
 

@@ -2,10 +2,11 @@ import dataclasses
 
 import pytest
 
-from manualpar.commands.agreed_facts import experiment_facts, run_facts
+from manualpar.commands.agreed_facts import run_facts
 from manualpar.commands.command_line import parse_command_line
 from manualpar.system.cluster.facts import describe_differences
 from manualpar.training.experiment import prepare
+from manualpar.training.experiment_facts import experiment_facts
 from tests.runs.small_runs import CONFIG, arguments
 
 

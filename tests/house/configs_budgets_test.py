@@ -17,8 +17,10 @@ from tests.paths import ROOT
 FOLDER = ROOT / "configs"
 BUDGETS = FOLDER / "budgets.toml"
 SLOW = pytest.mark.slow
-# Without the two configs that compare strategies, because they describe no program.
-NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare", "compare_split"})
+# The configs that compare strategies, and that of own models, describe no program.
+NAMES = sorted(
+    {path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare", "compare_split", "own"}
+)
 
 OF_SEVERAL_AXES = ("long_lm", "moe_lm", "nd_lm", "pp_lm", "tp_lm")
 

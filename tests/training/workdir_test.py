@@ -105,7 +105,7 @@ def restored_with(tmp_path, extra, **changes):
     checkpoints = types.SimpleNamespace(
         restore=lambda *_, **__: Restored(20, state=None, extra=extra)
     )
-    dataset = types.SimpleNamespace(fingerprint="abc")
+    dataset = types.SimpleNamespace(fingerprint="abc", train=None)
     experiment = types.SimpleNamespace(
         program=None, config=config_with(**changes), task=types.SimpleNamespace(dataset=dataset)
     )

@@ -1,0 +1,191 @@
+"""Trains a user's own model, loss and data with everything that a run has."""
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import optax
+
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import TrainState
+from manualpar.data import BatchStream, as_dataset
+from manualpar.errors import nearest
+from manualpar.system.cluster import Cluster, initialize
+from manualpar.system.reports.tables import print_line
+from manualpar.system.storage import AnyPath, as_path
+from manualpar.training.config import OWN, complete_config, fields_of, flatten_config
+from manualpar.training.config_files import named_config
+from manualpar.training.exit_codes import ending_all
+from manualpar.training.experiment import prepare
+from manualpar.training.experiment_facts import experiment_facts, show_fact
+from manualpar.training.memory_check import check_fits
+from manualpar.training.monitoring.progress import make_console
+from manualpar.training.run import run
+from manualpar.training.task import Task
+from manualpar.training.workdir import check_folder, choose_workdir
+
+# Fields of `config.optimizer` that also apply to a user's optimizer.
+OF_ANY_OPTIMIZER = ("optimizer.num_minibatches", "optimizer.ema_decay")
+
+
+class Fit(NamedTuple):
+    """The result of `fit`.
+
+    Attributes:
+      program: The program that trained; `program.whole(state)` returns the parameters in full.
+      state: The state after the last step.
+      metrics: The latest report of each split, such as `metrics["eval"]["loss"]`.
+      workdir: The folder with the checkpoints, the metrics and the report.
+    """
+
+    program: Program
+    state: TrainState
+    metrics: dict[str, dict[str, float]]
+    workdir: AnyPath
+
+
+def fit(
+    model: Any,
+    loss_fn: LossFn,
+    data: Any,
+    optimizer: optax.GradientTransformation | None = None,
+    config: Mapping[str, Any] | ml_collections.ConfigDict | None = None,
+    hooks: Sequence[Any] = (),
+    *,
+    workdir: str | AnyPath | None = None,
+    options: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
+) -> Fit:
+    """Trains a model, with sharding, progress, evaluation, checkpoints and a report.
+
+    If `workdir` has a checkpoint of an earlier call, the training resumes from it.
+
+    Args:
+      model: A Linen module, or an NNX class or function of `rngs`, as builders take it.
+      loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`, see
+        `manualpar.core.model.loss_function`.
+      data: The training data, or a mapping from `train`, `eval` and `test` to data. Examples by
+        number, or batches in order, see `manualpar.data.as_dataset`.
+      optimizer: An optax optimizer; by default the one that the config describes.
+      config: Values of config fields by dotted name, such as `{"training.num_steps": 100,
+        "parallel.mesh": {"data": 2, "model": 4}}`, or a complete config. Other fields have the
+        values of `configs/own.py`. Fields of your own, in the groups `model` and `data`, are stored
+        with the run; a run that resumes must have the same.
+      hooks: Objects with methods of `manualpar.training.hooks.Hook`.
+      workdir: The folder of the run; by default a new folder in `runs/fit/`.
+      options: Arguments of the program's builder that a config has no field for, such as
+        `init_args`.
+      cluster: The processes that train together, from `manualpar.cluster.initialize()`, inside its
+        context. By default the environment decides, as in `initialize`.
+
+    Returns:
+      The program, the state, and the metrics.
+
+    Raises:
+      ValueError: A field is not allowed, or contradicts another one or the data.
+      TypeError: An argument has the wrong type.
+      UsageError: The folder contains another run.
+      StoppedError, NonFiniteError, CheckpointError, ...: See `manualpar.training.run.run`.
+
+    Communication:
+      That of the program, and with several processes that of agreements on the data and the folder.
+    """
+    dataset, given = as_dataset(data), _flat(config)
+    if optimizer is not None:
+        _check_no_other_optimizer(given)
+    folder = None if workdir is None else as_path(str(workdir))
+    task = Task(
+        dataset, model, loss_fn, optimizer=optimizer, options=options or {}, hooks=tuple(hooks)
+    )
+    with contextlib.ExitStack() as stack:
+        if cluster is None:
+            cluster = _connect()
+            if threading.current_thread() is threading.main_thread():
+                stack.enter_context(cluster.stop_on_sigterm())
+            stack.enter_context(cluster)
+        console = make_console(process=cluster.process_id)
+        with ending_all(cluster):
+            if isinstance(dataset.train, BatchStream) and "data.batch_size" not in given:
+                given["data.batch_size"] = _rows(dataset.train)
+            filled = _fill(given)
+            experiment = prepare(filled, task=task)
+            if cluster.num_processes > 1:
+                values = {name: show_fact(x) for name, x in flatten_config(filled).items()}
+                cluster.agree({**values, **experiment_facts(experiment)})
+            check_fits(experiment)
+            for change in check_folder(filled, folder):
+                print_line(console, change)
+            folder = choose_workdir(folder, name="fit")
+            result = run(experiment, folder, cluster=cluster, console=console)
+            cluster.nothing_to_lose()
+    return Fit(experiment.program, result.state, result.metrics, folder)
+
+
+def _flat(config: Mapping[str, Any] | ml_collections.ConfigDict | None) -> dict[str, Any]:
+    """Returns the given fields by dotted name."""
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping | ml_collections.ConfigDict):
+        raise TypeError(
+            f"config is a {type(config).__name__}, expected a dict of fields such as "
+            "{'training.num_steps': 100}, or a ConfigDict."
+        )
+    return flatten_config(config)
+
+
+def _fill(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
+    """Returns a complete config of the given fields and those of `configs/own.py`."""
+    config = complete_config(named_config(OWN)).unlock()
+    known = fields_of(config)
+    for name, value in given.items():
+        group, _, field = name.partition(".")
+        if name == "parallel.mesh" or name in known:
+            value = ml_collections.ConfigDict(value) if isinstance(value, Mapping) else value
+        elif group not in ("model", "data", "parallel") or not field:
+            raise ValueError(
+                f"config has {name!r}, which is not a known field; the nearest one is "
+                f"{nearest(name, known)!r}."
+            )
+        (config[group] if field else config)[field or group] = value
+    return complete_config(config)
+
+
+def _check_no_other_optimizer(given: Mapping[str, Any]) -> None:
+    """Refuses fields of an optimizer beside a user's optimizer, but for their defaults."""
+    defaults = flatten_config(_fill({}))
+    for name, value in given.items():
+        is_of_optimizer = name.startswith(("optimizer.", "schedule."))
+        if is_of_optimizer and name not in OF_ANY_OPTIMIZER and value != defaults.get(name):
+            raise ValueError(
+                f"config has {name!r} and an optimizer is given, expected one of the two; leave "
+                "the field out, or leave out the optimizer and let the config describe it."
+            )
+
+
+def _rows(stream: BatchStream) -> int:
+    """Returns the number of examples in a stream's batches."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            "config has no 'data.batch_size', expected the number of examples that all processes "
+            "read together in a step."
+        )
+    return next(len(x) for x in jax.tree.leaves(stream.first) if x.ndim)
+
+
+def _connect() -> Cluster:
+    """Connects this process with the other processes of the environment, if there are any."""
+    mend = (
+        "call manualpar.cluster.initialize() before anything uses a device, and give its result "
+        "to fit(cluster=...)."
+    )
+    try:
+        cluster = initialize()
+    except RuntimeError as error:
+        raise ValueError(f"fit: processes cannot be connected now ({error}); {mend}") from error
+    if jax.process_count() != cluster.num_processes:
+        raise ValueError(f"fit: JAX has {jax.process_count()} processes already; {mend}")
+    return cluster

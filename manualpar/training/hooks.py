@@ -1,0 +1,118 @@
+"""Hooks: code of a user that a run calls after steps, reports and saves.
+
+A hook may be any object that has some of the methods of `Hook`, or a subclass of it. Every process
+calls the hooks, with the same values. A hook that writes anything should do so only where
+`jax.process_index()` is 0.
+"""
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manualpar.core.state.train_state import TrainState
+from manualpar.system.cluster.agreement import gather
+from manualpar.system.storage import AnyPath
+
+JSON = Any
+METHODS = ("on_step", "on_metrics", "on_checkpoint", "should_stop", "on_end", "state", "restore")
+
+
+class Hook:
+    """A hook that does nothing; a subclass overrides the methods that it needs."""
+
+    def on_step(self, step: int, state: TrainState) -> None:
+        """Runs after step `step` was dispatched.
+
+        The next step donates `state`, so the hook must not keep it. Reading a value of the state
+        waits for the step.
+        """
+
+    def on_metrics(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        """Receives the numbers of each report of `train`, `eval` or `test`.
+
+        The metrics of a step are fetched two steps later, so that the devices are not idle.
+        """
+
+    def on_checkpoint(self, step: int, folder: AnyPath) -> None:
+        """Runs when the checkpoint of `step` is complete in `folder`."""
+
+    def should_stop(self) -> bool:
+        """Returns whether the training should end; asked after reports and before the first step.
+
+        The run then saves a checkpoint and is tested, as after its last step. It ends if any
+        process says so.
+        """
+        return False
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Runs once, when the run has finished, or failed because of `error`."""
+
+    def state(self) -> JSON:
+        """Returns what a checkpoint should save of this hook, as values for JSON."""
+        return None
+
+    def restore(self, state: JSON) -> None:
+        """Takes back the value that `state` returned, if the run resumes or rolls back."""
+
+
+class Hooks:
+    """Calls the hooks of a run."""
+
+    def __init__(self, hooks: Sequence[Any] = ()) -> None:
+        """Checks that each hook has a method of `Hook`.
+
+        Raises:
+          TypeError: One has none, or is a class.
+        """
+        for hook in hooks:
+            if isinstance(hook, type):
+                raise TypeError(f"hooks has the class {hook.__name__}, expected an instance of it.")
+            if not any(callable(getattr(hook, name, None)) for name in METHODS):
+                raise TypeError(
+                    f"hooks has {hook!r}, which has none of the methods {', '.join(METHODS)}, "
+                    "expected at least one, see manualpar.training.hooks."
+                )
+        self._hooks = tuple(hooks)
+        self._has_news = True  # Whether anything was reported since `should_stop` was asked.
+
+    def have(self, method: str) -> bool:
+        """Returns whether a hook has a method."""
+        return any(hasattr(hook, method) for hook in self._hooks)
+
+    def call(self, method: str, *args: Any) -> None:
+        """Calls a method of each hook that has it."""
+        for hook in self._hooks:
+            if hasattr(hook, method):
+                getattr(hook, method)(*args)
+
+    def on_report(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        """Passes on a report."""
+        self._has_news = True
+        self.call("on_metrics", step, split, types.MappingProxyType(dict(values)))
+
+    def should_stop(self) -> bool:
+        """Returns whether a hook of any process wants to end the training.
+
+        Communication:
+          See `gather`; none if nothing was reported since the last call.
+        """
+        asks, self._has_news = self._has_news and self.have("should_stop"), False
+        if not asks:
+            return False
+        answers = [hook.should_stop() for hook in self._hooks if hasattr(hook, "should_stop")]
+        return any(gather(any(answers)))
+
+    def state(self) -> list[list[JSON]]:
+        """Returns the name of each hook's class with its state, for those that have one."""
+        having = [hook for hook in self._hooks if hasattr(hook, "state")]
+        return [[type(hook).__name__, hook.state()] for hook in having]
+
+    def restore(self, saved: Sequence[Sequence[JSON]]) -> None:
+        """Restores what `state` returned; hooks are found by the names of their classes."""
+        waiting = list(saved)
+        for hook in self._hooks:
+            entry = next((one for one in waiting if one[0] == type(hook).__name__), None)
+            if entry is not None:
+                waiting.remove(entry)
+                if hasattr(hook, "restore") and entry[1] is not None:
+                    hook.restore(entry[1])

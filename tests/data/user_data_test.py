@@ -1,0 +1,184 @@
+"""A user's data, in every form, is read once, in order, and from where a checkpoint says."""
+
+import itertools
+import json
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from manualpar import Batch
+from manualpar.data import (
+    BatchStream,
+    DataEndedError,
+    ExampleSplit,
+    abstract_batch,
+    as_dataset,
+    evaluated,
+    evaluation_batches,
+    train_batches,
+)
+
+SIZE = 4
+
+
+class Examples:
+    """Examples by number, without any base class."""
+
+    def __init__(self, number, make=lambda i: {"x": np.full(3, i, np.float64), "y": i}):
+        self.number, self.make = number, make
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+class Again:
+    """Batches that can be read several times."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __iter__(self):
+        for i in range(self.number):
+            yield {"x": np.arange(i * SIZE, (i + 1) * SIZE)}
+
+
+def _grain(number, *, loader=False):
+    source = grain.MapDataset.range(number * SIZE).shuffle(seed=1)
+    if not loader:
+        return source.batch(SIZE).map(lambda x: {"x": x})
+    return grain.DataLoader(
+        data_source=range(number * SIZE),
+        sampler=grain.samplers.IndexSampler(
+            number * SIZE, shard_options=grain.sharding.NoSharding(), num_epochs=None, seed=0
+        ),
+        operations=[grain.transforms.Batch(SIZE)],
+    )
+
+
+STREAMS = {
+    "iterable": lambda: Again(3),
+    "list": lambda: list(Again(3)),
+    "grain map": lambda: _grain(3),
+    "grain iter": lambda: _grain(3).to_iter_dataset(),
+    "grain loader": lambda: _grain(3, loader=True),
+}
+
+
+def _numbers(batches, count):
+    return [np.ravel(jax.tree.leaves(x)[0]).tolist() for x in itertools.islice(batches, count)]
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_goes_on_at_its_state_and_at_a_number_in_every_epoch(name: str):
+    stream = BatchStream(STREAMS[name](), "train")
+    expected = _numbers(stream.read_from(0), 8)
+    for number in (0, 1, 4, 7):
+        first = BatchStream(STREAMS[name](), "train")
+        assert _numbers(first.read_from(0), number) == expected[:number]
+        state = json.loads(json.dumps(first.state()))
+        resumed = BatchStream(STREAMS[name](), "train")
+        assert resumed.first is not None  # The program's shapes are read from the first batch.
+        resumed.restore(state)
+        assert _numbers(resumed.read_from(number), 8 - number) == expected[number:]
+        assert _numbers(resumed.read_from(number), 1) == expected[number : number + 1], "backwards"
+
+
+def test_a_generator_ends_with_a_sentence_and_cannot_be_read_again():
+    stream = as_dataset(iter(Again(2))).train
+    assert _numbers(stream.read_from(0), 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(DataEndedError, match="'train' ended after 2 batches"):
+        next(stream.read_from(2))
+    with pytest.raises(ValueError, match="a generator, which cannot be read again from batch 1"):
+        next(stream.read_from(1))
+
+
+def test_examples_by_number_have_the_dtypes_of_jax():
+    split = as_dataset(Examples(5)).train
+    assert isinstance(split, ExampleSplit)
+    example = split[3]
+    assert {key: (x.dtype.name, x.shape) for key, x in example.items()} == {
+        "x": ("float32", (3,)),
+        "y": ("int32", ()),
+    }
+    batch = abstract_batch(split, SIZE)
+    assert (batch["x"].shape, batch["y"].shape) == ((SIZE, 3), (SIZE,))
+
+
+def test_training_reads_every_example_and_evaluation_only_what_can_be_padded():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    plain = as_dataset(Examples(10)).train
+    batches = train_batches(plain, seed=0, batch_size=SIZE, sharding=sharding)
+    read = [int(i) for x in itertools.islice(batches, 5) for i in x["y"]]
+    assert sorted(read[:10]) == sorted(read[10:]) == list(range(10))
+    evaluation = [x["y"].tolist() for x in evaluation_batches(plain, SIZE, sharding)]
+    assert evaluation == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert evaluated(plain, SIZE) == 8
+    masked = as_dataset(Examples(10, lambda i: Batch(np.float32(i), i, np.float32(1)))).train
+    masks = [x.mask.tolist() for x in evaluation_batches(masked, SIZE, sharding)]
+    assert masks == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+def test_a_batch_may_have_scalars_and_a_pair_of_arrays():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    batch = [np.ones((SIZE, 2)), np.zeros(SIZE, np.int32), np.float32(0.5)]
+    stream = as_dataset([batch]).train
+    placed = next(train_batches(stream, seed=0, batch_size=SIZE, sharding=sharding))
+    assert [x.shape for x in placed] == [(SIZE, 2), (SIZE,), ()]
+    assert [x.shape for x in abstract_batch(stream, SIZE)] == [(SIZE, 2), (SIZE,), ()]
+
+
+def test_a_fingerprint_follows_the_examples():
+    same = as_dataset(Examples(5)).fingerprint
+    assert same == as_dataset({"train": Examples(5)}).fingerprint
+    other = Examples(5, lambda i: {"x": np.full(3, i + (i == 4)), "y": i})
+    assert len({same, as_dataset(Examples(6)).fingerprint, as_dataset(other).fingerprint}) == 3
+
+
+def _read(data, batch_size=SIZE):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    split = as_dataset(data).train
+    batches = train_batches(split, seed=0, batch_size=batch_size, sharding=sharding)
+    return list(itertools.islice(batches, 5))
+
+
+REFUSED = [
+    (lambda: as_dataset(3), TypeError, "'train' is a int, expected examples by number"),
+    (lambda: as_dataset({"x": [1]}), ValueError, "data has 'x', expected the splits"),
+    (lambda: as_dataset({"eval": Again(1)}), ValueError, "expected 'train' among them"),
+    (lambda: as_dataset(Examples(0)), ValueError, "'train' has no examples"),
+    (
+        lambda: as_dataset({"train": Again(1), "validation": iter(Again(1))}),
+        ValueError,
+        "'eval' is an iterator, which can be read only once",
+    ),
+    (
+        lambda: as_dataset(Examples(2, lambda i: {"text": "a"})),
+        TypeError,
+        r"train\[0\]\['text'\] is 'a', expected numbers",
+    ),
+    (
+        lambda: _read(Examples(3, lambda i: np.zeros(i))),
+        ValueError,
+        r"is float32\[\d\], expected float32\[0\], as train\[0\] has; pad or crop it",
+    ),
+    (lambda: _read(Again(1), 5), ValueError, "a batch has 4 rows, expected config.data.batch_size"),
+    (lambda: _read([(np.ones(3), np.ones(4))]), ValueError, r"have \[3, 4\] rows"),
+    (
+        lambda: _read([{"x": np.ones(SIZE)}, {"x": np.ones(SIZE, np.int32)}]),
+        ValueError,
+        "batch 1 of 'train'",
+    ),
+    (lambda: _read([{"x": np.ones(SIZE)}, {"z": np.ones(SIZE)}]), ValueError, "as the first has"),
+    (lambda: _read([]), DataEndedError, "'train' ended before the first batch"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), REFUSED)
+def test_data_of_another_form_is_refused(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()

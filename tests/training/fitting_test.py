@@ -1,0 +1,257 @@
+"""`fit` trains a user's model with their data, and a resumed call does what one call does."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+from manualpar.training import Fit, Hook, fit
+from tests.paths import ROOT
+
+ROWS = 16
+FEW = {
+    "training.num_steps": 8,
+    "training.eval_every_steps": 4,
+    "training.log_every_steps": 2,
+    "checkpoint.every_steps": 2,
+    "data.batch_size": ROWS,
+    "parallel.min_weight_size": 16,
+}
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.relu(nn.Dense(8)(x)))
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    logits = apply_fn({"params": params}, batch["x"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+OPTIONS = {"init_args": lambda batch: ((batch["x"],), {})}
+
+
+class Examples:
+    def __init__(self, start, stop):
+        self.start, self.stop = start, stop
+
+    def __len__(self):
+        return self.stop - self.start
+
+    def __getitem__(self, index):
+        x = np.random.default_rng(self.start + index).normal(size=4).astype(np.float32)
+        return {"x": x, "y": int(x.argmax())}
+
+
+class Batches:
+    """The same examples as batches, in order."""
+
+    def __iter__(self):
+        examples = Examples(0, 5 * ROWS)
+        for start in range(0, len(examples), ROWS):
+            some = [examples[i] for i in range(start, start + ROWS)]
+            yield jax.tree.map(lambda *x: np.stack(x), *some)
+
+
+class Patience(Hook):
+    """Ends a training whose loss has not fallen for some evaluations."""
+
+    def __init__(self, patience=2):
+        self.patience, self.best, self.waited = patience, float("inf"), 0
+
+    def on_metrics(self, step, split, values):
+        if split == "eval":
+            self.waited = 0 if values["loss"] < self.best else self.waited + 1
+            self.best = min(self.best, values["loss"])
+
+    def should_stop(self):
+        return self.waited >= self.patience
+
+    def state(self):
+        return [self.best, self.waited]
+
+    def restore(self, state):
+        self.best, self.waited = state
+
+
+class Diary:
+    """Writes down what is called; it has only some of a hook's methods."""
+
+    def __init__(self):
+        self.lines = []
+
+    def on_step(self, step, state):
+        self.lines.append(("step", step, int(state.step)))
+
+    def on_metrics(self, step, split, values):
+        self.lines.append((split, step, sorted(values)))
+
+    def on_checkpoint(self, step, folder):
+        assert (folder / "manifest.json").exists() or any(folder.iterdir())
+        self.lines.append(("checkpoint", step, folder.name))
+
+    def on_end(self, error):
+        self.lines.append(("end", error, 0))
+
+
+def _fit(data, workdir, optimizer=None, hooks=(), **config) -> Fit:
+    values = {**FEW, **{name.replace("__", "."): value for name, value in config.items()}}
+    return fit(Net(), loss_fn, data, optimizer, values, hooks, workdir=workdir, options=OPTIONS)
+
+
+def _metrics(workdir: Path) -> list[dict]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _same(a, b) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
+
+
+def test_a_call_that_resumes_does_what_one_call_does(tmp_path: Path):
+    splits = {"train": Examples(0, 40), "eval": Examples(40, 60), "test": Examples(60, 80)}
+    once = _fit(splits, tmp_path / "once", optax.adam(0.01))
+    assert int(once.state.step) == 8
+    assert set(once.metrics) == {"train", "eval", "test"}
+    assert "learning_rate" not in once.metrics["train"], "the user's optimizer has an unknown rate"
+    diary = Diary()
+    first = _fit(splits, tmp_path / "twice", optax.adam(0.01), training__num_steps=4)
+    second = _fit(splits, tmp_path / "twice", optax.adam(0.01), [diary])
+    assert first.workdir == second.workdir
+    assert _same(once.state.params, second.state.params)
+    assert _metrics(tmp_path / "once")[-2:] == _metrics(tmp_path / "twice")[-2:]
+    assert [line[:2] for line in diary.lines if line[0] == "step"] == [
+        ("step", 5),
+        ("step", 6),
+        ("step", 7),
+        ("step", 8),
+    ]
+    assert [line[1] for line in diary.lines if line[0] == "checkpoint"] == [6, 8]
+    assert ("test", 8, ["loss"]) in diary.lines
+    assert diary.lines[-1] == ("end", None, 0)
+    assert (tmp_path / "twice" / "report.html").exists()
+
+
+def test_a_hook_ends_a_training_and_ends_it_again_when_it_is_resumed(tmp_path: Path):
+    never_better = {"optimizer__learning_rate": 0.0, "training__num_steps": 40}
+    splits = {"train": Batches(), "eval": list(Batches())}
+    ended = _fit(splits, tmp_path, None, [Patience()], **never_better)
+    # Evaluations after steps 0, 4 and 8; the last is fetched two steps later.
+    assert int(ended.state.step) < 16
+    again = _fit(splits, tmp_path, None, [Patience()], **never_better)
+    assert int(again.state.step) == int(ended.state.step)
+    assert again.metrics["eval"] == ended.metrics["eval"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp"])
+def test_a_stream_of_batches_is_resumed_under_any_strategy(strategy: str, tmp_path: Path):
+    config = {"parallel__strategy": strategy, "schedule__name": "constant_schedule"}
+    once = _fit(Batches(), tmp_path / "once", **config)
+    _fit(Batches(), tmp_path / "twice", training__num_steps=4, **config)
+    second = _fit(Batches(), tmp_path / "twice", **config)
+    assert _same(once.state.params, second.state.params)
+    assert _metrics(tmp_path / "once")[-1] == _metrics(tmp_path / "twice")[-1]
+
+
+@pytest.mark.slow
+def test_a_step_of_fit_is_a_step_of_plain_flax(tmp_path: Path):
+    batch = next(iter(Batches()))
+    trained = _fit([batch], tmp_path, optax.sgd(0.1), training__num_steps=2)
+    init_key, _ = jax.random.split(jax.random.key(0))
+    params = Net().init(init_key, batch["x"])["params"]
+    for _ in range(2):
+        grads = jax.grad(lambda p: loss_fn(p, Net().apply, batch, None)[0])(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(trained.state.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_config_names_a_function_that_makes_the_task(tmp_path: Path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            '''
+            """A config and the task that it names, in one folder."""
+            from manualpar.training.config_files import named_config
+
+            def get_config():
+                config = named_config("own").unlock()
+                config.model.name = "my_task:make_task"
+                config.model.width = 8
+                config.training.num_steps = 4
+                config.data.batch_size = 16
+                return config.lock()
+            '''
+        )
+    )
+    (tmp_path / "my_task.py").write_text(
+        textwrap.dedent(
+            """
+            import flax.linen as nn, optax
+            from manualpar.data import as_dataset
+            from manualpar.training import Task
+            from tests.training.fitting_test import Examples, OPTIONS, loss_fn
+
+            def make_task(config):
+                print("width", config.model.width)
+                model = nn.Sequential([nn.Dense(config.model.width), nn.relu, nn.Dense(4)])
+                options = {"init_args": OPTIONS["init_args"]}
+                return Task(as_dataset(Examples(0, 64)), model, loss_fn, options=options)
+            """
+        )
+    )
+    for command in (
+        ("train", "mine.py", "--workdir=run", "--model.width=12", "--mesh=data=2,replica=4"),
+        ("inspect", "mine.py", "--nocompile", "--output=ledger"),
+    ):
+        shown = subprocess.run(
+            [sys.executable, "-m", "manualpar", *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert shown.returncode == 0, shown.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+REFUSED = [
+    (dict(optimizer__learning_rate=0.1), "config has 'optimizer.learning_rate' and an optimizer"),
+    (dict(training__steps=1), "config has 'training.steps', which is not a known field"),
+    (dict(data__batchsize=4), "config.data.batchsize is not a known field; the nearest one is"),
+    (dict(data__path=[1]), r"config.data.path is \[1\], expected a finite number, a string"),
+    (dict(training__trackers=("wand",)), "expected a tuple of names among 'wandb', 'mlflow'"),
+    (dict(data__batch_size=10), "config.data.batch_size is 10, expected a multiple of 8"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), REFUSED)
+def test_a_field_that_does_not_fit_is_refused(config, words, tmp_path: Path):
+    with pytest.raises(ValueError, match=words):
+        _fit(Examples(0, 40), tmp_path, optax.sgd(0.1), **config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_evaluated_or_called_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="'eval' has 3 examples without a mask"):
+        _fit({"train": Examples(0, 40), "eval": Examples(0, 3)}, tmp_path)
+    with pytest.raises(TypeError, match="hooks has the class Diary, expected an instance"):
+        _fit(Examples(0, 40), tmp_path, None, [Diary])
+    with pytest.raises(TypeError, match="which has none of the methods on_step"):
+        _fit(Examples(0, 40), tmp_path, None, [object()])
+    with pytest.raises(ValueError, match=r"Task.options has 'mesh', which the config decides"):
+        fit(Net(), loss_fn, Examples(0, 40), options={"mesh": None, **OPTIONS})
+    with pytest.raises(ValueError, match=r"set config.parallel.min_weight_size"):
+        fit(Net(), loss_fn, Examples(0, 40), options={"min_weight_size": 1, **OPTIONS})
