@@ -6,6 +6,7 @@ needs only the packages that it uses.
 
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,6 +20,8 @@ from manualpar.errors import (
     print_error,
     require,
 )
+
+BROKEN_PIPE_EXIT_CODE = 141  # That of a program which SIGPIPE ends.
 
 
 class Command(NamedTuple):
@@ -37,6 +40,11 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
+    "new": Command(
+        "Writes a small project of your own: model, data, config, test.",
+        "manualpar.commands.new_project_command:main",
+        (),
+    ),
     "configs": Command("Lists the configs, or prints one.", "manualpar.commands.list_configs:main"),
     "train": Command("Trains a config, or resumes a run.", "manualpar.commands.train_command:main"),
     "inspect": Command(
@@ -115,7 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, MissingExtraError) as error:
         print_error(error)
         return USAGE_EXIT_CODE
-    code: int = run([f"manualpar {name}", *argv[2:]])
+    try:
+        code: int = run([f"manualpar {name}", *argv[2:]])
+        sys.stdout.flush()
+    except BrokenPipeError:  # The reader of a pipe, such as `head`, has read enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE_EXIT_CODE
     return code
 
 

@@ -140,6 +140,9 @@ def test_the_package_alone_trains_a_step_and_names_the_extra_for_more(wheel: Pat
     command = tmp_path / "venv" / binaries / "manualpar"
     assert "fsdp_lm " in _run(command, "configs", cwd=tmp_path)
     small = ("--data.source=synthetic", "--training.num_steps=2", "--optimizer.warmup_steps=1")
+    _run(command, "new", "mine", cwd=tmp_path)
+    few = ("--training.num_steps=2", "--optimizer.warmup_steps=1")
+    assert "test accuracy: " in _run(python, "train.py", *few, cwd=tmp_path / "mine")
     shown = _run(command, "train", "dp", *small, "--workdir=run", cwd=tmp_path)
     assert "test accuracy: " in shown
     assert (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,53 @@
+"""Writes a small project of one's own: model, loss, data, config, command and test.
+
+manualpar new my_project        # then: cd my_project; python train.py
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from manualpar.errors import (
+    USAGE_EXIT_CODE,
+    OneSentenceParser,
+    UsageError,
+    print_error,
+)
+
+TEMPLATE = Path(__file__).parent / "new_project"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`; returns the exit code."""
+    parser = OneSentenceParser(prog=argv[0], description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="The folder, new or empty.")
+    flags = parser.parse_args(list(argv[1:]))
+    try:
+        names = write_project(flags.folder)
+    except UsageError as error:
+        print_error(error)
+        return USAGE_EXIT_CODE
+    print(f"{flags.folder}: {', '.join(names)}")
+    print(f"next: cd {flags.folder}; python train.py; python -m pytest")
+    return 0
+
+
+def write_project(folder: Path) -> list[str]:
+    """Writes the project into a folder, and returns the names of its files.
+
+    Raises:
+      UsageError: The folder is not empty, or cannot be written to.
+    """
+    if not re.search(r"\w", folder.absolute().name):
+        raise UsageError(f"{str(folder)!r} is no folder's name, expected one such as my_project.")
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} exists and is not empty; name another folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+        files = sorted(path for path in TEMPLATE.iterdir() if path.is_file())
+        for path in files:
+            text = path.read_text(encoding="utf-8").replace("{name}", folder.absolute().name)
+            (folder / path.name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the project cannot be written: {error}; name another folder.") from error
+    return [path.name for path in files]
