@@ -2,7 +2,7 @@
 # `python3` is named by hand: make test PYTHON=python3.12
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 INSTALLED_TO_TRAIN := $(VENV)/installed-to-train
