@@ -115,24 +115,6 @@ def test_a_mesh_is_described_in_a_line(devices8):
     assert describe_mesh(alone) == "data=1 on 1 cpu device"
 
 
-WITHOUT_EXTRAS = """
-    import sys
-    from manualpar.errors import MODULES
-
-    sys.modules.update(dict.fromkeys(MODULES))  # None of the optional packages can be imported.
-    import jax
-    from manualpar import make_mesh, simulate_devices
-
-    simulate_devices(8)
-    assert make_mesh({"data": -1}).size == 8
-"""
-
-
-@pytest.mark.slow
-def test_devices_are_simulated_without_optional_packages():
-    run_alone(WITHOUT_EXTRAS)
-
-
 def test_the_former_place_has_the_same_functions():
     from manualpar.training import devices
 
