@@ -7,13 +7,11 @@ means nothing else, such as `make_mesh`, `fsdp(...)` or `Program.train_step`.
 import functools
 import html
 import importlib
-import importlib.util
 import inspect
 import re
-import types
-import typing
 import warnings
 from collections.abc import Collection
+from typing import Any
 
 import manualpar
 from docs.site.public_names import listed_names
@@ -24,7 +22,7 @@ _SHORT = re.compile(r"([A-Za-z]\w*)((?:\.\w+)*)(\(.*\))?", re.DOTALL)
 _FENCE = re.compile(r"(?ms)^ *```.*?^ *```$")
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _DEFINED = re.compile(r"^ *(?:class|def) (\w+)", re.MULTILINE)
-# Code in running text, and before it the elements in which code is left as it is.
+# An element in which code stays as it is, or else a code span.
 _CODE = re.compile(r"<(pre|a|autoref|h[1-6])\b.*?</\1>|<code>([^<]+)</code>", re.DOTALL)
 
 
@@ -85,50 +83,50 @@ def find_entry(name: str) -> str | None:
 
     A constant or a field has no entry of its own; the entry of its module or class describes it.
     """
-    thing: typing.Any = manualpar
+    thing: Any = manualpar
     entry = thing.__name__
     for part in name.split(".")[1:]:
         if thing is None:
             return None
         try:
             thing = _member(thing, part)
-        except (AttributeError, ImportError, DeprecationWarning):
+        except (AttributeError, ModuleNotFoundError, DeprecationWarning):
             return None
         entry = _entry_of(thing) or entry
     return entry
 
 
-def _member(thing: typing.Any, name: str) -> typing.Any:
+def _member(thing: Any, name: str) -> Any:
     """Returns a member of a module or class; `None` for a field that only instances have."""
+    if inspect.isclass(thing):
+        fields = {
+            field for base in thing.__mro__ for field in vars(base).get("__annotations__", ())
+        }
+        fields.update(re.findall(r"^ *(\w+)(?: \(.*\))?:", thing.__doc__ or "", re.MULTILINE))
+        is_field = name in fields and not hasattr(thing, name)
+        return None if is_field else inspect.getattr_static(thing, name)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)  # The names of `_moved`.
-        if inspect.ismodule(thing) and not hasattr(thing, name):
-            if new_name(f"{thing.__name__}.{name}"):
-                raise AttributeError(name)
-            return importlib.import_module(f"{thing.__name__}.{name}")
-        if inspect.isclass(thing) and not hasattr(thing, name):
-            fields = {
-                field for cls in thing.__mro__ for field in vars(cls).get("__annotations__", ())
-            }
-            documented = re.findall(r"^ *(\w+)(?: \(.*\))?:", thing.__doc__ or "", re.MULTILINE)
-            if name in fields or name in documented:
-                return None
-        return (
-            inspect.getattr_static(thing, name) if inspect.isclass(thing) else getattr(thing, name)
-        )
+        warnings.simplefilter("error", DeprecationWarning)  # An old name does not count.
+        if hasattr(thing, name):
+            return getattr(thing, name)
+        if not inspect.ismodule(thing) or new_name(f"{thing.__name__}.{name}"):
+            raise AttributeError(name)
+        return importlib.import_module(f"{thing.__name__}.{name}")
 
 
-def _entry_of(thing: typing.Any) -> str | None:
+def _entry_of(thing: Any) -> str | None:
     """Returns the id of the entry of a module, class, function or property that has one."""
-    if isinstance(thing, types.ModuleType):
+    if inspect.ismodule(thing):
         return thing.__name__
     if isinstance(thing, staticmethod | classmethod):
         thing = thing.__func__
-    if isinstance(thing, property):
+    elif isinstance(thing, property):
         thing = thing.fget
     elif isinstance(thing, functools.cached_property):
         thing = thing.func
     thing = inspect.unwrap(thing) if callable(thing) else thing
-    path = f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
-    is_ours = path.startswith("manualpar.") and "._" not in path and "<" not in path
-    return path if is_ours and hasattr(thing, "__qualname__") and thing.__doc__ else None
+    if not hasattr(thing, "__qualname__") or not thing.__doc__:
+        return None
+    path = f"{thing.__module__}.{thing.__qualname__}"
+    is_public = "._" not in path and "<" not in path
+    return path if path.startswith("manualpar.") and is_public else None

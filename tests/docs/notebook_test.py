@@ -78,43 +78,33 @@ def test_a_page_of_python_alone_is_a_valid_notebook(name):
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     notebook = nbformat.reads(make_notebook(text, name, REPOSITORY), as_version=4)
     nbformat.validate(notebook)
-    assert len([cell for cell in notebook.cells if cell.cell_type == "code"]) == (
-        len(read_blocks(text)) + 1
-    )
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert len(code) == 1 + len(read_blocks(text))
 
 
 @pytest.mark.parametrize("name", notebook_pages())
 def test_a_page_without_its_command_begins_with_a_complete_thought(name):
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     command = f"```\npython -m docs.run docs/{name}.md\n```\n\n"
-    beginning, _, rest = text.partition(command)
-    assert re.fullmatch(r"# .*\n\n", beginning)
-    first = rest.partition("\n\n")[0]
+    title, first = text.replace(command, "").split("\n\n")[:2]
+    assert title.startswith("# ")
     assert re.match(r"[A-Z][\w' ]+", first)
     assert not re.search(r"(?i)this command|command above|the above", first)
 
 
 @pytest.mark.slow
 def test_pages_for_eight_devices_need_no_optional_package():
-    """Runs the imports of all pages without `EXTRAS`, where no optional package can be imported."""
+    """Runs the imports of all pages outside of `EXTRAS`; no optional package can be imported."""
     of_flax = {"orbax", "rich"}  # flax requires these, so they are always installed.
     lines = ["import sys", f"sys.modules.update(dict.fromkeys({sorted(MODULES.keys() - of_flax)}))"]
     for name in set(notebook_pages()) - EXTRAS.keys():
         blocks = read_blocks((DOCS / f"{name}.md").read_text(encoding="utf-8"))
-        code = "\n".join(block.code for block in blocks)
-        kinds = (ast.Import, ast.ImportFrom)
-        lines += [
-            ast.unparse(node) for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)
-        ]
+        nodes = ast.walk(ast.parse("\n".join(block.code for block in blocks)))
+        lines += [ast.unparse(n) for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
     lines += ["simulate_devices(8)", "assert make_mesh({'data': -1}).size == 8"]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"EXTRAS of docs/notebook.py lacks a page: {done.stderr}"
 
 
 @pytest.mark.parametrize("page", ["```bash\nls\n```\n", "![a](pictures/a.png)\n"])
