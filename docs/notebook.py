@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from docs.repository import file_address, find_repository
+from docs.repository import file_address, find_repository, replace_links
 from docs.run import ROOT, read_blocks
 from manualpar.errors import OneSentenceParser, require
 from manualpar.system.storage.untrusted import read_file
@@ -26,7 +26,6 @@ EXTRAS = {
 }
 # The block in a page that says how to run the page, which a notebook does not need.
 _HOW_TO_RUN = re.compile(r"^```\npython -m docs\.run .*\n```\n", re.MULTILINE)
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 _INSTALL = """\
 # Installs manualpar if it is missing, for example in Colab.
 import importlib.util
@@ -97,13 +96,11 @@ def make_notebook(text: str, name: str, repository: str = "") -> str:
 def _with_addresses(text: str, name: str, repository: str) -> str:
     """Replaces the targets of a page's links by their web addresses."""
 
-    def lead(found: re.Match[str]) -> str:
-        if not repository:
-            return found[1]
-        path = posixpath.normpath(posixpath.join("docs", found[2] or f"{name}.md"))
-        return f"[{found[1]}]({file_address(repository, path)}{found[3] or ''})"
+    def find_target(file: str, anchor: str) -> str:
+        path = posixpath.normpath(posixpath.join("docs", file or f"{name}.md"))
+        return f"{file_address(repository, path)}{anchor}" if repository else ""
 
-    return _LINK.sub(lead, text)
+    return replace_links(text, find_target)
 
 
 def _preparation(text: str, name: str, repository: str) -> str:

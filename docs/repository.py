@@ -1,13 +1,37 @@
-"""Finds the web address of the repository, for links from the site and from notebooks."""
+"""Rewrites links for the site and for notebooks, and finds the web address of the repository."""
 
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # The address, where `git` does not know it.
 VARIABLE = "MANUALPAR_REPOSITORY"
+# Code, in which brackets are no links; or else a link or a picture.
+_LINK = re.compile(
+    r"(?ms)^ *```.*?^ *```$|`[^`]+`"
+    r"|(!?)\[((?:[^\[\]`]|`[^`]+`)*)\]\((?!https?:)([^)#\s]*)(#[^)]*)?\)"
+)
+
+
+def replace_links(markdown: str, find_target: Callable[[str, str], str]) -> str:
+    """Replaces the targets of the links and pictures of a page, except web addresses.
+
+    Args:
+      markdown: The text of the page.
+      find_target: Called with the file of a link ("" for this page) and its anchor (`#part` or "").
+        Returns the new target; if it returns "", the link becomes plain text.
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        if found[2] is None:
+            return found[0]
+        target = find_target(found[3], found[4] or "")
+        return f"{found[1]}[{found[2]}]({target})" if target else found[2]
+
+    return _LINK.sub(replace, markdown)
 
 
 def find_repository() -> str:

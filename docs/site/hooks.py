@@ -6,7 +6,6 @@ is made from the docstrings of all modules in the folder, so no public name can 
 """
 
 import posixpath
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from mkdocs.structure.files import File, Files
 
 import manualpar
 from docs.notebook import make_notebook, notebook_pages
-from docs.repository import file_address, find_repository
+from docs.repository import file_address, find_repository, replace_links
 from docs.site.links import link_names, names_defined
 from docs.site.public_names import public_page
 
@@ -29,7 +28,6 @@ PROJECT_PAGES = {
     "SECURITY.md": "project/security.md",
     "README.md": "index.md",
 }
-_LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_config(config: Any) -> Any:
@@ -71,24 +69,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     inside = {path: source for source, path in PROJECT_PAGES.items()}
     here = inside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
-    def lead(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
+    def find_target(file: str, anchor: str) -> str:
+        if not file:
+            return anchor
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), file))
         in_site = PROJECT_PAGES.get(target, target.removeprefix("docs/"))
         if in_site in files.src_uris:
             path = posixpath.relpath(in_site, posixpath.dirname(page.file.src_uri) or ".")
-            return f"]({path}{match[2] or ''})"
-        address = file_address(config["repo_url"], target) if config["repo_url"] else None
-        return f"]({address or f'#{_NOWHERE}'})"
+            return f"{path}{anchor}"
+        return f"{file_address(config['repo_url'], target)}{anchor}" if config["repo_url"] else ""
 
-    text = _LINK.sub(lead, markdown)
+    text = replace_links(markdown, find_target)
     notebook = f"notebooks/{page.file.src_uri.removesuffix('.md')}.ipynb"
     if notebook in files.src_uris:
         title, rest = text.split("\n", 1)
         text = f"{title}\n\n[This page as a notebook]({notebook})\n{rest}"
-    return re.sub(rf"\[([^\]]*)\]\(#{_NOWHERE}\)", r"\1", text)
-
-
-_NOWHERE = "not-in-the-site"
+    return text
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
