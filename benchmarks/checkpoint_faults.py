@@ -42,12 +42,12 @@ from benchmarks.checkpoint_fault_cases import (
     cases,
     put,
 )
+from manualpar.core.mesh.devices import simulate_devices
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import UsageError
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.config import load_config
-from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.monitoring.report import page_html
 from manualpar.training.monitoring.run_files import RunWriter

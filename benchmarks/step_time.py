@@ -34,9 +34,9 @@ from benchmarks.results import Conditions, note_conditions, write_results
 from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
 from benchmarks.workloads import NAMES, Workload, make_workload
 from manualpar import data_parallel, fsdp, make_mesh
+from manualpar.core.mesh.devices import simulate_devices
 from manualpar.core.program.program import Program
 from manualpar.inspect import total_bytes, total_step_bytes, trace_collectives
-from manualpar.training.devices import simulate_devices
 
 MANUAL, NOTEBOOK, ONE_DEVICE = "manual", "notebook", "one device"
 # The options of `fsdp` for each program, by the program's name.

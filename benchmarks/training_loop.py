@@ -32,9 +32,9 @@ from benchmarks.checkpoint_costs import (
 from benchmarks.loop_blocks import Bench
 from benchmarks.mutations import write_section
 from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
+from manualpar.core.mesh.devices import describe_mesh, simulate_devices
 from manualpar.errors import UsageError
 from manualpar.system.reports.tables import describe_bytes
-from manualpar.training.devices import describe_mesh, simulate_devices
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = [ROOT / "configs" / "fsdp.py", ROOT / "configs" / "fsdp_lm.py"]

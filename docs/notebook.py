@@ -3,36 +3,78 @@
     python -m docs.notebook docs/fsdp.md --to=fsdp.ipynb
 
 Each block of `python` becomes a code cell, and the text between two blocks becomes a text cell. The
-notebook does not contain the output that the page shows, because its code prints the output again.
+first code cell installs manualpar if it is missing. The notebook does not contain the output that
+the page shows, because its code prints the output again.
 """
 
 import argparse
+import posixpath
 import re
 import sys
 from pathlib import Path
 
-from docs.run import read_blocks
+from docs.repository import file_address, find_repository, replace_links
+from docs.run import ROOT, read_blocks
 from manualpar.errors import OneSentenceParser, require
 from manualpar.system.storage.untrusted import read_file
 
+# The extras that the code of a page needs.
+EXTRAS = {
+    "how_it_works": "examples",
+    "start_from_what_you_have": "train,pretrained",
+    "which_strategy": "train",
+}
 # The block in a page that says how to run the page, which a notebook does not need.
 _HOW_TO_RUN = re.compile(r"^```\npython -m docs\.run .*\n```\n", re.MULTILINE)
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]*\)")
+_INSTALL = """\
+# Installs manualpar if it is missing, for example in Colab.
+import importlib.util
+
+if importlib.util.find_spec("manualpar") is None:
+    %pip install --quiet "{requirement}"
+"""
+_WORK = """
+# The code below writes to this folder.
+import os, tempfile
+
+os.environ.setdefault("WORK", tempfile.mkdtemp())
+"""
 
 
-def make_notebook(text: str) -> str:
-    """Returns the content of an `.ipynb` file for the Markdown text of a page.
+def notebook_pages() -> list[str]:
+    """Returns the names of the pages that can be notebooks."""
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    return [page.stem for page in pages if is_python_alone(page.read_text(encoding="utf-8"))]
+
+
+def is_python_alone(text: str) -> bool:
+    """Returns whether a page has blocks of `python`, and neither blocks of `bash` nor pictures.
+
+    A notebook outside of the repository lacks the files that these need.
+    """
+    languages = {block.language for block in read_blocks(text)}
+    return languages == {"python"} and "![" not in text
+
+
+def make_notebook(text: str, name: str, repository: str = "") -> str:
+    """Returns the content of an `.ipynb` file for a page.
+
+    Args:
+      text: The Markdown text of the page.
+      name: The name of the page's file in `docs/`, without `.md`.
+      repository: The web address of the repository, to which links lead. Without it, links become
+        plain text.
 
     Raises:
-      ValueError: The page has a block of `bash` or a picture; a notebook outside of the repository
-        lacks the files that these need.
+      ValueError: The page has a block of `bash` or a picture, or no block of `python`.
     """
     require("a notebook", "nbformat")
     import nbformat
 
-    blocks = read_blocks(text)
-    if "![" in text or any(block.language != "python" for block in blocks):
+    if not is_python_alone(text):
         raise ValueError("the page has blocks of bash or pictures, expected only blocks of python")
+    text = _with_addresses(text, name, repository)
+    blocks = read_blocks(text)
     new, cells, end = nbformat.v4, [], 0
     for block in blocks:
         start = text.index(f"```python\n{block.code}", end)
@@ -41,16 +83,38 @@ def make_notebook(text: str) -> str:
         end = block.span[1] if block.shown is not None else start + len(block.code) + 10
         end = text.index("```\n", end) + 4
     cells += _text_cells(text[end:])
+    cells.insert(1, new.new_code_cell(_preparation(text, name, repository)))
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"  # Not random, so a page always gives the same file.
-    return nbformat.writes(new.new_notebook(cells=cells)) + "\n"
+    metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return nbformat.writes(new.new_notebook(cells=cells, metadata=metadata)) + "\n"
+
+
+def _with_addresses(text: str, name: str, repository: str) -> str:
+    """Replaces the targets of a page's links by their web addresses."""
+
+    def find_target(file: str, anchor: str) -> str:
+        path = posixpath.normpath(posixpath.join("docs", file or f"{name}.md"))
+        return f"{file_address(repository, path)}{anchor}" if repository else ""
+
+    return replace_links(text, find_target)
+
+
+def _preparation(text: str, name: str, repository: str) -> str:
+    """Returns the code of the cell that makes the page's code run in a fresh environment."""
+    requirement = f"manualpar[{EXTRAS[name]}]" if name in EXTRAS else "manualpar"
+    requirement += f" @ git+{repository}" if repository else ""
+    needs_folder = 'os.environ["WORK"]' in text
+    return (_INSTALL.format(requirement=requirement) + (_WORK if needs_folder else "")).strip()
 
 
 def _text_cells(text: str) -> list[dict[str, object]]:
     import nbformat
 
-    # Links to other pages become plain text, because a notebook is used without these pages.
-    text = _LINK.sub(r"\1", _HOW_TO_RUN.sub("", text)).strip()
+    text = _HOW_TO_RUN.sub("", text).strip()
     return [nbformat.v4.new_markdown_cell(text)] if text else []
 
 
@@ -62,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, help="the file to write (default: next to the page)")
     flags = parser.parse_args(argv)
     try:
-        notebook = make_notebook(read_file(flags.page, follow_links=True).decode())
+        text = read_file(flags.page, follow_links=True).decode()
+        notebook = make_notebook(text, flags.page.stem, find_repository())
         (flags.to or flags.page.with_suffix(".ipynb")).write_text(notebook, encoding="utf-8")
     except (OSError, ValueError) as error:
         parser.error(f"{flags.page}: {error}")

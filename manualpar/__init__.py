@@ -4,6 +4,7 @@
 import manualpar.core.model.linen.linen_model
 import manualpar.core.model.nnx.nnx_model  # noqa: F401
 from manualpar._moved import find_old_names, import_moved
+from manualpar.core.mesh.devices import simulate_devices
 from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
 from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.modes.gradients import sync_gradients, sync_metrics
@@ -68,6 +69,7 @@ __all__ = [
     "save_adapters",
     "shard_module_params",
     "shard_params",
+    "simulate_devices",
     "sync_gradients",
     "sync_metrics",
     "tensor_parallel",

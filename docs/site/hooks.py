@@ -1,22 +1,25 @@
 """Adds pages to the site that are not in `docs/`: the reference, project pages, and notebooks.
 
 MkDocs calls these functions (https://www.mkdocs.org/user-guide/configuration/#hooks). The reference
-has a page for each folder of the package. The page is made from the docstrings of all modules in
-the folder, so no public name can be missing.
+begins with a page of the public names. It also has a page for each folder of the package. This page
+is made from the docstrings of all modules in the folder, so no public name can be missing.
 """
 
-import ast
 import posixpath
-import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from docs.notebook import make_notebook
+import manualpar
+from docs.notebook import make_notebook, notebook_pages
+from docs.repository import file_address, find_repository, replace_links
+from docs.site.links import link_names, names_defined
+from docs.site.public_names import public_page
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "manualpar"
+PUBLIC_NAMES = "reference/index.md"
 # Markdown files outside of `docs/` that are pages of the site, with their paths in the site.
 PROJECT_PAGES = {
     "benchmarks/README.md": "project/benchmarks.md",
@@ -25,21 +28,24 @@ PROJECT_PAGES = {
     "SECURITY.md": "project/security.md",
     "README.md": "index.md",
 }
-# Pages that can also be downloaded as notebooks.
-NOTEBOOKS = ("fsdp", "three_modes")
-_LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Adds the reference pages to the navigation."""
+    """Adds the reference to the navigation, and version and repository to the pages' header."""
     for entry in config["nav"]:
         if "Reference" in entry:
-            entry["Reference"] = [{name: path} for name, path in _rooms().items()]
+            modules = [{name: path} for name, path in _rooms().items()]
+            entry["Reference"] = [PUBLIC_NAMES, {"Modules": modules}]
+    config["site_name"] = f"manualpar {manualpar.__version__}"
+    if repository := find_repository():
+        config["repo_url"] = repository
+        config["repo_name"] = repository.split("/", 3)[-1]
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the files that are generated when the site is built: reference, project, notebooks."""
+    files.append(File.generated(config, PUBLIC_NAMES, content=public_page()))
     for name, path in _rooms().items():
         room = ROOT.joinpath(*name.split("."))
         files.append(File.generated(config, path, content=_reference(name, room)))
@@ -47,8 +53,9 @@ def on_files(files: Files, config: Any) -> Files:
         if path not in files.src_uris:
             text = (ROOT / source).read_text(encoding="utf-8")
             files.append(File.generated(config, path, content=text))
-    for name in NOTEBOOKS:
-        notebook = make_notebook((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"))
+    for name in notebook_pages():
+        text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        notebook = make_notebook(text, name, config["repo_url"] or "")
         files.append(File.generated(config, f"notebooks/{name}.ipynb", content=notebook))
     return files
 
@@ -56,30 +63,34 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Rewrites the links of a page to files of the repository.
 
-    A link leads to the file's page in the site. If the file has no page, the link becomes plain
-    text.
+    A link leads to the file's page in the site. If the file has no page, the link leads to the
+    repository; if the repository's address is not known, it becomes plain text.
     """
-    del config
     inside = {path: source for source, path in PROJECT_PAGES.items()}
     here = inside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
-    def lead(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
+    def find_target(file: str, anchor: str) -> str:
+        if not file:
+            return anchor
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), file))
         in_site = PROJECT_PAGES.get(target, target.removeprefix("docs/"))
-        if in_site not in files.src_uris:
-            return f"](#{_NOWHERE})"
-        path = posixpath.relpath(in_site, posixpath.dirname(page.file.src_uri) or ".")
-        return f"]({path}{match[2] or ''})"
+        if in_site in files.src_uris:
+            path = posixpath.relpath(in_site, posixpath.dirname(page.file.src_uri) or ".")
+            return f"{path}{anchor}"
+        return f"{file_address(config['repo_url'], target)}{anchor}" if config["repo_url"] else ""
 
-    text = _LINK.sub(lead, markdown)
-    name = page.file.src_uri.removesuffix(".md")
-    if name in NOTEBOOKS:
+    text = replace_links(markdown, find_target)
+    notebook = f"notebooks/{page.file.src_uri.removesuffix('.md')}.ipynb"
+    if notebook in files.src_uris:
         title, rest = text.split("\n", 1)
-        text = f"{title}\n\n[This page as a notebook](notebooks/{name}.ipynb)\n{rest}"
-    return re.sub(rf"\[([^\]]*)\]\(#{_NOWHERE}\)", r"\1", text)
+        text = f"{title}\n\n[This page as a notebook]({notebook})\n{rest}"
+    return text
 
 
-_NOWHERE = "not-in-the-site"
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Makes the names of this package in running text links to the reference."""
+    del config, files
+    return link_names(html, names_defined(page.markdown))
 
 
 def _rooms() -> dict[str, str]:
@@ -91,8 +102,7 @@ def _rooms() -> dict[str, str]:
 
 def _reference(name: str, room: Path) -> str:
     """Returns the Markdown of a reference page: the folder's docstring, then all of its modules."""
-    init = room / "__init__.py"
-    lines = [f"# {name}", "", ast.get_docstring(ast.parse(init.read_text())) or "", ""]
-    modules = sorted(path.stem for path in room.glob("*.py") if path != init)
+    modules = sorted(path.stem for path in room.glob("*.py") if not path.stem.startswith("_"))
+    lines = [f"::: {name}\n    options: {{heading_level: 1, members: false}}\n"]
     lines += [f"::: {name}.{module}\n    options: {{heading_level: 2}}\n" for module in modules]
     return "\n".join(lines)

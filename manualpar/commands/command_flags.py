@@ -11,6 +11,7 @@ import jax
 
 from manualpar.commands.arguments import MESH_HELP, parse_mesh
 from manualpar.commands.results import quiet_absl, users_mistakes
+from manualpar.core.mesh.devices import describe_mesh, simulate_devices
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -23,7 +24,6 @@ from manualpar.system.cluster import initialize
 from manualpar.system.cluster.agreement import from_first
 from manualpar.system.storage import AnyPath, open_for_reading, path_flag, user_path
 from manualpar.system.storage.untrusted import parse_object
-from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.load_run import Trained, load_directory, load_run
 

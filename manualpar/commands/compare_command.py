@@ -26,6 +26,7 @@ import rich.console
 from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Flag, Syntax, run_absl
 from manualpar.commands.comparison_report import PICTURE, Row, draw, footnotes, markdown, print_rows
 from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
+from manualpar.core.mesh.devices import describe_mesh, simulate_devices
 from manualpar.core.modes.strategy import MODES
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
@@ -49,7 +50,6 @@ from manualpar.strategies import Field, strategy_kinds
 from manualpar.strategies.fields import fields_of_manual_mode
 from manualpar.system.reports.tables import print_line
 from manualpar.training.config import FIELDS
-from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir

@@ -99,8 +99,8 @@ def device_facts() -> Iterator[Fact]:
 def config_facts(config: Any) -> Iterator[Fact]:
     """Yields facts about a config: whether it would run, as far as is known before compilation."""
     # These imports need an extra, which may be missing.
+    from manualpar.core.mesh.devices import describe_mesh
     from manualpar.system.reports.tables import describe_bytes
-    from manualpar.training.devices import describe_mesh
     from manualpar.training.experiment import prepare
     from manualpar.training.memory_check import check_fits, least_bytes
 
@@ -152,7 +152,7 @@ def _prepare_devices(argv: Sequence[str]) -> Any:
     require("--config", *TRAIN)
     from manualpar.commands.command_line import Flag, Syntax, parse_command_line
     from manualpar.commands.results import quiet_absl
-    from manualpar.training.devices import simulate_devices
+    from manualpar.core.mesh.devices import simulate_devices
 
     quiet_absl()
     syntax = Syntax({"devices": Flag("How many CPU devices to simulate.", int)})

@@ -17,6 +17,7 @@ import jax
 
 from manualpar.commands.command_line import TRAINING, CommandLine, run_absl
 from manualpar.commands.results import quiet_absl
+from manualpar.core.mesh.devices import simulate_devices
 from manualpar.errors import (
     USAGE_EXIT_CODE,
     OneSentenceParser,
@@ -35,7 +36,6 @@ from manualpar.system.storage.untrusted import open_file
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.config import check_config
-from manualpar.training.devices import simulate_devices
 from manualpar.training.exit_codes import exit_code
 from manualpar.training.experiment import prepare
 from manualpar.training.imported_model import fill_from_hf

@@ -41,6 +41,7 @@ from manualpar.commands.inspection_schedule import (
 )
 from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
 from manualpar.commands.schedule_picture import draw_schedule
+from manualpar.core.mesh.devices import simulate_devices
 from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.errors import UsageError, print_error, require
 from manualpar.inspect.budget_writing import budget_text, replace_budget
@@ -62,7 +63,6 @@ from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.planner.hardware import chip_named
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage.untrusted import read_object
-from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.monitoring.run_files import check_workdir
 

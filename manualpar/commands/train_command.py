@@ -11,6 +11,7 @@ from typing import NoReturn
 from manualpar.commands.agreed_facts import run_facts
 from manualpar.commands.command_line import DEFAULT_CONFIG, CommandLine, run_absl
 from manualpar.commands.results import quiet_absl
+from manualpar.core.mesh.devices import simulate_devices
 from manualpar.data.dataset import SPLITS
 from manualpar.errors import (
     FILES_EXIT_CODE,
@@ -24,7 +25,6 @@ from manualpar.system.cluster import TERMINATED_EXIT_CODE, Cluster, Disagreement
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketError
 from manualpar.training.config import check_config
-from manualpar.training.devices import simulate_devices
 from manualpar.training.exit_codes import (
     EXIT_CODES,
     STOPPED_EXIT_CODE,

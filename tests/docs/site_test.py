@@ -1,6 +1,8 @@
-"""The site is built strictly, holds every page and every public name, and leads nowhere wrong."""
+"""The site is built strictly, has every page and every public name, and no link leads nowhere."""
 
+import html
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -11,7 +13,12 @@ import pytest
 import yaml
 
 import manualpar
+from docs.notebook import notebook_pages
+from docs.repository import VARIABLE
+from docs.site.public_names import listed_names
 from tests.paths import ROOT
+
+REPOSITORY = "https://example.org/owner/name"
 
 
 def test_every_page_is_in_the_navigation():
@@ -27,7 +34,10 @@ def test_the_site_is_built_and_describes_every_public_name(tmp_path: Path):
     mkdocs = pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
     assert mkdocs is not None
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = os.environ | {VARIABLE: REPOSITORY}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     described = set()
     for page in (tmp_path / "reference").glob("*.html"):
@@ -45,6 +55,38 @@ def test_the_site_is_built_and_describes_every_public_name(tmp_path: Path):
                 path = f"{where}.{getattr(thing, '__qualname__', name)}"
                 missing += [path] if path not in described else []
     assert missing == []
+    _check_the_header(tmp_path)
+    _check_the_links_of_names(tmp_path)
+    assert {page.stem for page in (tmp_path / "notebooks").glob("*")} == set(notebook_pages())
+
+
+def _check_the_header(site: Path) -> None:
+    home = (site / "index.html").read_text(encoding="utf-8")
+    header = home[home.index("<header") : home.index("</header>")]
+    assert f"manualpar {manualpar.__version__}" in header
+    assert f'href="{REPOSITORY}"' in header
+    tabs = re.findall(r'<a href="([^"]*)" class="md-tabs__link">\s*(\w+)', home)
+    assert ("reference/index.html", "Reference") in tabs
+    assert (site / "project" / "changelog.html").exists()
     # Nothing is fetched from elsewhere when a page is shown.
-    home = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert re.findall(r'(?:src|href)="https?://[^"]*\.(?:css|js|woff2?)"', home) == []
+    assert 'data-md-component="source"' not in home
+
+
+def _check_the_links_of_names(site: Path) -> None:
+    """Every name on the first page of the reference, and one in prose, leads to its entry."""
+    page = (site / "reference" / "index.html").read_text(encoding="utf-8")
+    links = re.findall(
+        r'<td>\s*<a [^>]*href="([^"#]+)#([^"]+)"[^>]*><code>(manualpar[^<]+)</code>', page
+    )
+    assert [name for *_, name in links] == [name for _, names in listed_names() for name in names]
+    for target, entry, name in links:
+        described = (site / "reference" / html.unescape(target)).read_text(encoding="utf-8")
+        assert f'id="{entry}"' in described, name
+    prose = (site / "generation.html").read_text(encoding="utf-8")
+    entry = "reference/inspect.html#manualpar.inspect.communication.trace_collectives"
+    assert re.search(
+        rf'href="{entry}"[^>]*><code>manualpar.inspect.trace_collectives</code>', prose
+    )
+    for page in site.rglob("*.html"):
+        assert "<autoref" not in page.read_text(encoding="utf-8"), page

@@ -8,7 +8,7 @@ import textwrap
 import jax
 import pytest
 
-from manualpar.training.devices import describe_mesh
+from manualpar.core.mesh.devices import describe_mesh, simulate_devices
 from tests.paths import ROOT
 
 
@@ -18,7 +18,7 @@ def test_the_number_of_devices_is_the_one_asked_for():
     script = """
         import os
         import jax
-        from manualpar.training.devices import simulate_devices
+        from manualpar.core.mesh.devices import simulate_devices
 
         def chosen():
             return jax.config.values["jax_num_cpu_devices"], jax.config.values["jax_platforms"]
@@ -45,7 +45,7 @@ STARTED = """
     import os
     import jax
     from manualpar import make_mesh
-    from manualpar.training.devices import simulate_devices
+    from manualpar.core.mesh.devices import simulate_devices
 
     def message(function, *args):
         try:
@@ -113,3 +113,10 @@ def test_a_mesh_is_described_in_a_line(devices8):
     assert describe_mesh(mesh) == "replica=2, data=4 on 8 simulated cpu devices"
     alone = jax.make_mesh((1,), ("data",), devices=devices8[:1])
     assert describe_mesh(alone) == "data=1 on 1 cpu device"
+
+
+def test_the_former_place_has_the_same_functions():
+    from manualpar.training import devices
+
+    assert devices.simulate_devices is simulate_devices
+    assert devices.describe_mesh is describe_mesh

@@ -1,0 +1,233 @@
+"""Lists the public names in groups, for the first page of the reference."""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Group(NamedTuple):
+    """Public names for one purpose.
+
+    Attributes:
+      title: The heading.
+      sentence: Markdown below the heading.
+      names: Names as a program imports them. The name of a package stands for all classes and
+        functions in its `__all__` that no other entry lists.
+    """
+
+    title: str
+    sentence: str
+    names: tuple[str, ...]
+
+
+GROUPS = (
+    Group(
+        "Build a program",
+        "A builder returns a program. [Which strategy?](../which_strategy.md) chooses a builder, "
+        "and [your own model](../your_own_model.md) passes a model to it.",
+        (
+            "manualpar.data_parallel",
+            "manualpar.zero",
+            "manualpar.fsdp",
+            "manualpar.hsdp",
+            "manualpar.diloco",
+            "manualpar.Program",
+            "manualpar.TrainState",
+            "manualpar.Batch",
+            "manualpar.print_metrics",
+            "manualpar.core.state.metrics.add_metrics",
+            "manualpar.core.state.metrics.mean_metrics",
+            "manualpar.params_ema",
+            "manualpar.ema_params",
+        ),
+    ),
+    Group(
+        "Mesh and processes",
+        "A program runs on a mesh of devices, in [one process or several](../clusters.md).",
+        (
+            "manualpar.make_mesh",
+            "manualpar.abstract_mesh",
+            "manualpar.simulate_devices",
+            "manualpar.system.cluster",
+        ),
+    ),
+    Group(
+        "Split layers",
+        "Plans and layers for [tensor parallelism](../split_a_layer.md), "
+        "[experts](../experts.md), [long contexts](../long_context.md) and "
+        "[pipelines](../pipelines.md).",
+        (
+            "manualpar.tensor_parallel",
+            "manualpar.Column",
+            "manualpar.Row",
+            "manualpar.Vocab",
+            "manualpar.PerDevice",
+            "manualpar.Pipeline",
+            "manualpar.layers",
+            "manualpar.layers.attention",
+            "manualpar.layers.pipeline",
+        ),
+    ),
+    Group(
+        "Write collectives yourself",
+        "Call these functions inside of `jax.shard_map`, as [FSDP, step by step](../fsdp.md) does.",
+        (
+            "manualpar.shard_params",
+            "manualpar.gather_params",
+            "manualpar.shard_module_params",
+            "manualpar.ShardedParameter",
+            "manualpar.gather_array_with_mean_grads",
+            "manualpar.gather_examples",
+            "manualpar.accumulate_gradients",
+            "manualpar.sync_gradients",
+            "manualpar.sync_metrics",
+            "manualpar.fold_rng_over_axis",
+        ),
+    ),
+    Group(
+        "Inspect a step",
+        "These functions read what a step sends, computes and holds, and compare it with one "
+        "device. [Find a problem](../find_a_problem.md) uses them.",
+        ("manualpar.assert_same_as_one_device", "manualpar.inspect"),
+    ),
+    Group(
+        "Models and losses",
+        "One transformer covers [many families](../families.md).",
+        (
+            "manualpar.models",
+            "manualpar.models.cross_entropy.classification_loss",
+            "manualpar.models.cross_entropy.language_model_loss",
+            "manualpar.models.cross_entropy.mixture_of_experts_loss",
+        ),
+    ),
+    Group(
+        "Published weights and fine-tuning",
+        "[Weights in and out](../start_from_what_you_have.md) and "
+        "[fine-tuning](../fine_tuning.md) show how to use them.",
+        (
+            "manualpar.lora",
+            "manualpar.merge_lora",
+            "manualpar.save_adapters",
+            "manualpar.load_adapters",
+            "manualpar.quantized",
+            "manualpar.models.pretrained",
+        ),
+    ),
+    Group(
+        "Generate and evaluate",
+        "[Generate and evaluate](../generation.md) shows how to use them.",
+        (
+            "manualpar.models.generation",
+            "manualpar.models.generation.lm_eval_model.lm_eval_model",
+        ),
+    ),
+    Group(
+        "Data",
+        "A dataset has splits, and a split has examples by number, of which batches are made. "
+        "[Data in files](../data.md) lists the sources.",
+        ("manualpar.data",),
+    ),
+    Group(
+        "Train from a config",
+        "`manualpar train` and the other commands of [running experiments](../running.md) call "
+        "these functions.",
+        (
+            "manualpar.training.config_files.named_config",
+            "manualpar.training.experiment.prepare",
+            "manualpar.training.run.run",
+            "manualpar.training.load_run.load_run",
+            "manualpar.training.load_run.load_directory",
+        ),
+    ),
+    Group(
+        "Checkpoints",
+        "They are saved in the background, and restored on any mesh, as in "
+        "[resume elsewhere](../resume_elsewhere.md).",
+        ("manualpar.training.checkpoints",),
+    ),
+    Group(
+        "Plan",
+        "[Plan a pod](../plan_a_pod.md) estimates steps on devices that you do not have.",
+        (
+            "manualpar.planner.topology.parse_topology",
+            "manualpar.planner.step_work.read_work",
+            "manualpar.planner.roofline.estimate",
+            "manualpar.planner.plan.StepEstimate",
+            "manualpar.planner.tpu_compiler.compile_for_tpu",
+            "manualpar.planner.closed_form.layout_search.rank_layouts",
+            "manualpar.planner.goodput.goodput",
+            "manualpar.planner.goodput.best_interval",
+        ),
+    ),
+    Group(
+        "Add a strategy",
+        "[Write a strategy](../strategies.md#write-a-strategy) puts these together.",
+        (
+            "manualpar.strategies",
+            "manualpar.core.modes.strategy.Strategy",
+            "manualpar.core.modes.strategy.CommCounts",
+            "manualpar.core.parameters.shard_rules.replicate",
+            "manualpar.core.parameters.shard_rules.shard_one_dim",
+            "manualpar.core.parameters.shard_rules.shard_state_only",
+        ),
+    ),
+)
+# Packages with an `__all__` that only other packages use.
+INTERNAL = frozenset({"manualpar.system.storage"})
+
+
+def public_page() -> str:
+    """Returns the Markdown of the page; the site turns the names into links."""
+    lines = ["# Public names", "", _BEGINNING, ""]
+    for group, names in listed_names():
+        lines += [f"## {group.title}", "", group.sentence, ""]
+        lines += ["| name | what it does |", "| --- | --- |"]
+        lines += [f"| `{name}` | {_summary(name)} |" for name in names]
+        lines.append("")
+    return "\n".join(lines)
+
+
+_BEGINNING = (
+    "A program imports each name as this page writes it: `from manualpar import fsdp`. The pages "
+    "under *Modules* describe all modules, also those that only this package uses."
+)
+
+
+def listed_names() -> Iterator[tuple[Group, list[str]]]:
+    """Yields each group with its names, packages replaced by the names in their `__all__`."""
+    listed = {id(find_object(name)) for group in GROUPS for name in group.names}
+    for group in GROUPS:
+        names = []
+        for name in group.names:
+            thing = find_object(name)
+            if not inspect.ismodule(thing):
+                names.append(name)
+                continue
+            for member in public_members(thing):
+                if id(getattr(thing, member)) not in listed:
+                    listed.add(id(getattr(thing, member)))
+                    names.append(f"{name}.{member}")
+        yield group, names
+
+
+def public_members(package: object) -> list[str]:
+    """Returns the names of the classes and functions in a package's `__all__`."""
+    names = getattr(package, "__all__", ())
+    return [
+        name
+        for name in names
+        if inspect.isclass(getattr(package, name)) or inspect.isfunction(getattr(package, name))
+    ]
+
+
+def find_object(name: str) -> object:
+    """Returns the object, or the module, that a program imports under a full name."""
+    module, _, member = name.rpartition(".")
+    parent = importlib.import_module(module)
+    return getattr(parent, member) if hasattr(parent, member) else importlib.import_module(name)
+
+
+def _summary(name: str) -> str:
+    summary = (inspect.getdoc(find_object(name)) or "").partition("\n\n")[0]
+    return " ".join(summary.split()).replace("|", r"\|")
