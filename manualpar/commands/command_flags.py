@@ -14,13 +14,13 @@ from manualpar.commands.results import quiet_absl, users_mistakes
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
-    OneSentenceParser,
     UsageError,
     print_error,
 )
 from manualpar.models.generation.generator import Generator
 from manualpar.system.cluster import initialize
 from manualpar.system.cluster.agreement import from_first
+from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import AnyPath, open_for_reading, path_flag, user_path
 from manualpar.system.storage.untrusted import parse_object
 from manualpar.training.devices import describe_mesh, simulate_devices
@@ -33,18 +33,15 @@ def model_flags(program: str, usage: str) -> argparse.ArgumentParser:
 
     `{program}` in `usage`, the first lines of `--help`, stands for the program's name.
     """
-    parser = OneSentenceParser(
-        prog=program,
-        description=usage.replace("{program}", program),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneSentenceParser(prog=program, description=usage, allow_abbrev=False)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--workdir", type=path_flag, help="The folder of a run with a checkpoint.")
     which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
-    parser.add_argument("--mesh", default="data=-1", help=MESH_HELP)
+    parser.add_argument("--mesh", default="data=-1", help=f"{MESH_HELP} [default %(default)s]")
     parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
-    parser.add_argument("--batch-size", type=int, default=32, help="Sequences per batch.")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="Sequences per batch. [default %(default)s]"
+    )
     return parser
 
 

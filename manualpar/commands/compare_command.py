@@ -48,7 +48,7 @@ from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
 from manualpar.strategies.fields import fields_of_manual_mode
 from manualpar.system.reports.tables import print_line
-from manualpar.training.config import FIELDS
+from manualpar.training.config_fields import FIELDS
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.memory_check import check_fits
@@ -67,9 +67,20 @@ FLAGS: Mapping[str, Flag] = {
     "output": OUTPUT,
     **{name: flag for name, flag in TRAINING.flags.items() if name != "workdir"},
 }
-COMPARING = Syntax(FLAGS, renamed={"workdir": "output"})
+REPETITIONS = Field(int, 1, meaning="The number of steps of each pair that are timed.")
+COMPARING = Syntax(
+    FLAGS,
+    renamed={"workdir": "output"},
+    fields={
+        "pairs": Field(
+            tuple,
+            expected="a tuple of pairs such as (('fsdp', 'manual'), ('zero1', 'auto'))",
+            meaning="The strategies and modes to compare.",
+        ),
+        "compare.repetitions": REPETITIONS,
+    },
+)
 ONE_DEVICE = "one device"
-REPETITIONS = Field(int, 1)
 # Prefixes of the fields that a comparison's config does not have, because only the training loop
 # reads them.
 UNUSED = (

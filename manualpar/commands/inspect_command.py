@@ -68,8 +68,8 @@ from manualpar.training.monitoring.run_files import check_workdir
 
 USAGE = """Shows the communication, memory and FLOPs of each config's step, before any step runs.
 
-{program} [CONFIG ...] [--<field>=<value> ...] [--mesh=<axis>=<size>,...]
-    [--devices=<number>] [--compile | --no-compile]
+{program} [CONFIG ...] [--<field>=<value> ...]
+    [--mesh=<axis>=<size>,...] [--devices=<number>] [--compile | --no-compile]
     [--output=<folder>] [--against=<ledger.json or folder>]
     [--budget=configs/budgets.toml [--write-budget]]
     [--memory=<16GiB or v5p>] [--schedule]
