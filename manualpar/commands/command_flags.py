@@ -3,8 +3,10 @@
 import argparse
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
@@ -53,6 +55,7 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
     quiet_absl()
     try:
         with users_mistakes():
+            check_output(flags.output)
             simulate_devices(flags.devices)
             mesh = _mesh_of_data(flags.mesh)
             cluster = initialize()
@@ -85,6 +88,25 @@ def show(text: str) -> None:
         sys.stdout.flush()
 
 
+def check_output(path: AnyPath | None) -> None:
+    """Checks, before any work, that the file of `--output` can be written.
+
+    Raises:
+      UsageError: The file is a folder, or it or its folder cannot be written to.
+    """
+    if not isinstance(path, Path):  # Nothing is tried in a bucket.
+        return
+    if path.is_dir():
+        raise UsageError(f"--output={path} is a folder, expected the name of a file.")
+    if not os.path.isdir(path.parent):
+        raise UsageError(
+            f"--output={path}: {path.parent} is not a folder, expected a folder that exists."
+        )
+    there = path if os.path.exists(path) else path.parent
+    if not os.access(there, os.W_OK):
+        raise UsageError(f"--output={path}: {there} may not be written to; name another file.")
+
+
 def write_output(path: AnyPath, text: str) -> None:
     """Writes the file of `--output`; in a cluster only process 0 writes it.
 
@@ -96,7 +118,9 @@ def write_output(path: AnyPath, text: str) -> None:
     try:
         path.write_bytes(text.encode())
     except OSError as error:
-        raise UsageError(f"--output={path} cannot be written: {error}.") from error
+        raise UsageError(
+            f"--output={path} cannot be written: {error.strerror or error}; name another file."
+        ) from error
 
 
 def read_lines(path: str) -> list[dict[str, Any]]:

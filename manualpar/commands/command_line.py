@@ -30,7 +30,7 @@ from manualpar.errors import (
 )
 from manualpar.strategies import Field
 from manualpar.system.reports.help_text import print_help
-from manualpar.system.storage import AnyPath, BucketPath, as_path
+from manualpar.system.storage import AnyPath, BucketPath, user_path
 from manualpar.training.config_fields import FIELDS, MODEL_FIELDS
 from manualpar.training.config_files import find_config
 
@@ -273,7 +273,7 @@ def parse_command_line(
 
 def _path(name: str, value: str, flag: Flag) -> AnyPath:
     try:
-        path = as_path(value)
+        path = user_path(value)
     except ValueError as error:
         raise UsageError(f"--{name}: {error}") from None
     if isinstance(path, BucketPath) and not flag.in_buckets:

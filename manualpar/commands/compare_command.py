@@ -25,7 +25,13 @@ import rich.console
 
 from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Flag, Syntax, run_absl
 from manualpar.commands.comparison_report import PICTURE, Row, draw, footnotes, markdown, print_rows
-from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
+from manualpar.commands.results import (
+    answer,
+    check_output,
+    results_folder,
+    users_mistakes,
+    write_json,
+)
 from manualpar.core.modes.strategy import MODES
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
@@ -52,7 +58,7 @@ from manualpar.training.config_fields import FIELDS
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.memory_check import check_fits
-from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
+from manualpar.training.monitoring.run_files import CONFIG_FILE
 
 USAGE = """Trains one config under several strategies and modes, and compares them.
 
@@ -300,15 +306,15 @@ def compare_command(line: CommandLine) -> int:
 
 def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     config, flags = line.config, line.flags
+    parent = Path("runs") / line.config_path.stem
     with users_mistakes():  # Checks everything that can be checked before compilation.
         require(PICTURE, "matplotlib")
-        if flags.output:
-            check_workdir(flags.output, "--output")
+        check_output(flags.output, parent)
         simulate_devices(flags.devices, force=flags.force)
         experiments = prepare_pairs(config)
         for _, experiment in () if flags.force else experiments:
             check_fits(experiment)
-    with results_folder(flags.output, Path("runs") / line.config_path.stem) as workdir:
+    with results_folder(flags.output, parent) as workdir:
         write_json(workdir / CONFIG_FILE, config.to_dict())
     try:
         rows = compare(config, experiments, console=console)

@@ -46,6 +46,7 @@ from manualpar.inspect.same_as_one_device import assert_same_as_one_device
 from manualpar.strategies.fsdp import fsdp
 from manualpar.system.cluster import initialize
 from manualpar.system.reports.help_text import list_flags, print_help, wrap_text
+from manualpar.system.storage.compilation_cache import check_compilation_cache
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy")
 ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12")
@@ -121,7 +122,7 @@ def config_facts(config: Any) -> Iterator[Fact]:
     program = experiment.program
     yield Fact("mesh", describe_mesh(program.mesh))
     yield Fact("links of the mesh", describe_links(program.mesh) or WITHIN)
-    yield Fact("options of the compiler", ", ".join(experiment.chosen.options) or "its own")
+    yield Fact("compiler options", experiment.chosen.describe())
     parts = least_bytes(program)
     shown = ", ".join(f"{name} {describe_bytes(size)}" for name, size in parts.items())
     yield Fact("a device holds at least", f"{describe_bytes(sum(parts.values()))} ({shown})")
@@ -135,6 +136,7 @@ def main(argv: Sequence[str]) -> int:
         if HELP & set(argv):
             print_help(_help([argument for argument in argv if argument not in HELP]))
             return 0
+        check_compilation_cache()
         config = _prepare_devices(argv)
         with initialize() as cluster:
             reports = [software_facts, device_facts]

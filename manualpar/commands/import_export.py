@@ -30,6 +30,7 @@ from manualpar.system.cluster.agreement import failing_together
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.reports.tables import describe_bytes
 from manualpar.system.storage import AnyPath, BucketPath, path_flag, user_path, writing
+from manualpar.system.storage.durable_files import check_writable
 from manualpar.system.storage.untrusted import open_file
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.checkpoints.folders import open_folder
@@ -172,6 +173,8 @@ def export_main(argv: Sequence[str]) -> int:
     quiet_absl()
 
     def start() -> Cluster:
+        if isinstance(flags.output, Path):
+            check_writable(flags.output, "--output")
         saved_config(flags.workdir)
         simulate_devices(flags.devices)
         return initialize()

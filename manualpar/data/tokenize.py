@@ -15,6 +15,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from manualpar.data.dataset import DamagedDataError
 from manualpar.data.document_files import SUFFIXES
@@ -29,6 +30,7 @@ from manualpar.errors import (
 )
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import path_flag, user_path
+from manualpar.system.storage.durable_files import check_writable
 
 
 def write_token_files(
@@ -117,6 +119,8 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < args.held_out < 0.5:
         parser.error(f"--held-out={args.held_out}: expected a share between 0 and 0.5")
     try:
+        if isinstance(args.output, Path):
+            check_writable(args.output, "--output")
         job = make_job(
             args.source,
             args.input,
@@ -130,9 +134,12 @@ def main(argv: Sequence[str]) -> int:
     except DamagedDataError as error:
         print_error(error)
         return FILES_EXIT_CODE
-    except (OSError, ValueError) as error:
-        named = f"--output={args.output}: " if "config." not in str(error) else ""
-        parser.error(f"{named}{error}")
+    except ValueError as error:
+        is_named = any(name in str(error) for name in ("config.", "--output"))
+        parser.error(str(error) if is_named else f"--output={args.output}: {error}")
+    except OSError as error:
+        where = f"{error.filename or args.output}: {error.strerror or error}"
+        parser.error(f"--output={args.output}: {where}; name another directory.")
     except KeyboardInterrupt:
         print_error("interrupted; run the same command again to continue")
         return INTERRUPTED_EXIT_CODE

@@ -5,6 +5,7 @@ import os
 import jax
 
 from manualpar.core.mesh.mesh import how_to_simulate
+from manualpar.system.storage.compilation_cache import check_compilation_cache
 
 DEFAULT_COUNT = 8
 # The most devices to simulate. Each simulated device needs a thread, and a machine can run some
@@ -26,6 +27,7 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
       RuntimeError: JAX already has other devices. The message explains how to start again with the
         right devices.
     """
+    check_compilation_cache()
     if count is not None and count > MOST and not force:
         raise ValueError(
             f"--devices={count}: expected at most {MOST}, because each simulated device takes a "
