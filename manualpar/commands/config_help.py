@@ -41,7 +41,7 @@ def config_help(
       added: The fields that only the configs of this command have.
     """
     config = load_config(path)
-    values, fields = flatten_config(config), fields_of(config) | added
+    values, fields = flatten_config(config), {**fields_of(config), **added}
     blocks = [wrap_text(description), f"Flags:\n{list_flags(flags)}"]
     blocks.append(fill(ABOUT_FIELDS.format(name=path.name)))
     for heading, names in _grouped(values, fields).items():

@@ -93,21 +93,25 @@ def user_cache() -> Path:
 
 
 @contextlib.contextmanager
-def writing_cache(folder: Path) -> Iterator[None]:
-    """Turns an `OSError` of a cache folder into a `FolderError`, which says what to do."""
+def writing_cache(folder: Path, setting: str = "XDG_CACHE_HOME") -> Iterator[None]:
+    """Turns an `OSError` of a cache into a `FolderError`; `setting` is what chooses the folder."""
     try:
         yield
     except (BucketError, FolderError):
         raise
     except OSError as error:
         raise FolderError(
-            f"the cache {folder} cannot be written to ({error.strerror or error}); set "
-            "XDG_CACHE_HOME to a folder with room for the files."
+            f"the cache {folder} cannot be written to ({error.strerror or error}); set {setting} "
+            "to a folder with room for the files."
         ) from error
 
 
 def copied_folder(
-    path: BucketPath, cache: Path, *, keep: Callable[[str], bool] = lambda name: True
+    path: BucketPath,
+    cache: Path,
+    *,
+    keep: Callable[[str], bool] = lambda name: True,
+    setting: str = "XDG_CACHE_HOME",
 ) -> Path:
     """Copies a folder to a cache, unless the cache has a copy with the same versions of the files.
 
@@ -120,6 +124,7 @@ def copied_folder(
       path: The folder.
       cache: The folder of all copies. Only one process at a time copies to it.
       keep: Returns whether to copy a file; called with the file's path relative to the folder.
+      setting: The name of the setting that chooses `cache`, for messages.
 
     Raises:
       ContentError: The folder changes during the second copy too, or a file's content does not
@@ -135,7 +140,7 @@ def copied_folder(
         state = [(str(file.relative_to(path)), version.tag) for file, version in files.items()]
         key = hashlib.blake2b(repr((str(path), state)).encode(), digest_size=8).hexdigest()
         folder = cache / "buckets" / key / _address(path)
-        with writing_cache(cache), contextlib.ExitStack() as stack:
+        with writing_cache(cache, setting), contextlib.ExitStack() as stack:
             folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(cache / "buckets" / f"{key}.lock", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
