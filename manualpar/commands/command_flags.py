@@ -55,7 +55,7 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
     quiet_absl()
     try:
         with users_mistakes():
-            check_output(flags.output)
+            check_output_file(flags.output)
             simulate_devices(flags.devices)
             mesh = _mesh_of_data(flags.mesh)
             cluster = initialize()
@@ -88,7 +88,7 @@ def show(text: str) -> None:
         sys.stdout.flush()
 
 
-def check_output(path: AnyPath | None) -> None:
+def check_output_file(path: AnyPath | None) -> None:
     """Checks, before any work, that the file of `--output` can be written.
 
     Raises:

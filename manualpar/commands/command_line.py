@@ -292,7 +292,8 @@ def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
                 raise UsageError(f"--{name} is not a flag of this command: {syntax.refused[name]}.")
             fields = {*FIELDS, *_MODEL_FIELDS, *syntax.fields}
             near = nearest(name, {*syntax.flags, MESH, "config", *fields})
-            raise UsageError(f"--{name} is not a known flag; the nearest one is --{near}.")
+            shown = near.replace("_", "-") if near in syntax.flags else near
+            raise UsageError(f"--{name} is not a known flag; the nearest one is --{shown}.")
         if not is_override and not takes_value:
             raise UsageError(
                 f"{argument!r} is not understood, expected flags such as --config.seed=1."

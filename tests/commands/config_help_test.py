@@ -39,6 +39,13 @@ def test_a_line_is_longer_than_the_terminal_only_if_it_is_a_word(
     assert f"manualpar {command}" in "\n".join(lines)
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_so_is_the_list_of_commands(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["manualpar", "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_of_a_command_has_a_help(command, capsys):
     shown = re.split(r"\n(?:Flags|options):\n", _help_of(command, capsys))[1]
