@@ -81,6 +81,8 @@ def import_command(command: CommandLine) -> int:
         check_config(config)
         if flags.workdir is None:
             raise UsageError("--workdir is missing, expected the folder to create.")
+        if isinstance(flags.workdir, Path):
+            check_writable(flags.workdir, "--workdir")
         _check_new(flags.workdir)
         check_folder(config, flags.workdir)
         simulate_devices(flags.devices, force=flags.force)

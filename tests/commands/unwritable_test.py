@@ -6,6 +6,7 @@ import pytest
 
 from manualpar.commands.command_line import TRAINING, parse_command_line
 from manualpar.commands.compare_command import COMPARING, compare_command
+from manualpar.commands.import_export import IMPORTING, import_command
 from manualpar.commands.inspect_command import INSPECTING, inspect_command
 from manualpar.commands.main import main
 from manualpar.commands.plan_command import PLANNING, plan_command
@@ -22,6 +23,7 @@ WRITING = {
     "generate": (["--workdir=run", f"--prompts={TEXT}"], "output"),
     "evaluate": (["--workdir=run"], "output"),
     "tokenize": ([f"--input={TEXT}", "--source=jsonl"], "output"),
+    "import": ([], "workdir"),
     "export": (["--workdir=run"], "output"),
 }
 # `main` would parse these commands with absl, which works once in a process.
@@ -30,6 +32,7 @@ WITH_CONFIG = {
     "inspect": (inspect_command, "fsdp", INSPECTING),
     "plan": (plan_command, "fsdp", PLANNING),
     "compare": (compare_command, "compare", COMPARING),
+    "import": (import_command, "fsdp_lm", IMPORTING),
 }
 
 
