@@ -86,10 +86,3 @@ def test_what_cannot_be_kept_is_a_mistake_in_the_config(tmp_path, monkeypatch):
     ):
         _load(path, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_cache_that_cannot_be_written_to_is_a_sentence(tmp_path):
-    path = write_documents(tmp_path, "jsonl", DOCUMENTS)
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"/file/cache/tokens cannot be written to \(Not a direct"):
-        _load(path, tmp_path / "file" / "cache")
