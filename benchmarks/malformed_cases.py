@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from manualpar.training.config import FIELDS, MODEL_FIELDS, Field
+from manualpar.strategies import Field
+from manualpar.training.config_fields import FIELDS, MODEL_FIELDS
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from docs.repository import file_address, find_repository, replace_links
 from docs.run import ROOT, read_blocks
-from manualpar.errors import OneSentenceParser, require
+from manualpar.errors import require
+from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage.untrusted import read_file
 
 # The extras that the code of a page needs.
@@ -120,7 +121,7 @@ def _text_cells(text: str) -> list[dict[str, object]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Writes the notebook of a page; returns the exit code."""
-    parser = OneSentenceParser(prog="python -m docs.notebook", description=__doc__)
+    parser = OneSentenceParser(prog="python -m docs.notebook", description=__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("page", type=Path, help="a Markdown file")
     parser.add_argument("--to", type=Path, help="the file to write (default: next to the page)")

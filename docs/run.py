@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manualpar.errors import OneSentenceParser
+from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage.untrusted import read_file
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +126,7 @@ def run_blocks(page: Path, work: Path) -> Iterator[tuple[Block, str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a page; returns the exit code, which is 1 if `--check` finds a difference."""
-    parser = OneSentenceParser(prog="python -m docs.run", description=__doc__)
+    parser = OneSentenceParser(prog="python -m docs.run", description=__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("page", type=Path, help="a Markdown file")
     parser.add_argument("--check", action="store_true", help="fail if the page shows other output")

@@ -7,7 +7,6 @@ A command answers a user's mistake with one sentence and exit code 2, without a 
 Then the error for a missing package is a sentence that says how to install the package.
 """
 
-import argparse
 import difflib
 import importlib.util
 import sys
@@ -15,7 +14,6 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
 
 USAGE_EXIT_CODE = 2
 FILES_EXIT_CODE = 6  # A file cannot be read or written, see `training.exit_codes`.
@@ -57,28 +55,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
     return max(sorted(known), key=likeness)
-
-
-class OneSentenceParser(argparse.ArgumentParser):
-    """A parser that prints a usage error in one line, and ends the process with exit code 2.
-
-    Flags are defined with dashes. An underscore in a flag's name means the same as a dash.
-    """
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses arguments, see `argparse.ArgumentParser.parse_known_args`."""
-        given = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args([_with_dashes(x) for x in given], namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message in one line, and ends the process with exit code 2."""
-        self.exit(USAGE_EXIT_CODE, f"error: {message}\n")
-
-
-def _with_dashes(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    is_flag = name.startswith("--") and " " not in name
-    return (name.replace("_", "-") if is_flag else name) + equals + value
 
 
 def print_error(error: object) -> None:

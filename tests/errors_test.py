@@ -6,7 +6,7 @@ import pytest
 
 from manualpar import make_mesh
 from manualpar.errors import describe_mistake, nearest
-from manualpar.training.config import FIELDS
+from manualpar.training.config_fields import FIELDS
 
 
 def of(function):

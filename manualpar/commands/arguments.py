@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from manualpar.errors import UsageError
-from manualpar.training.config import FIELDS
+from manualpar.training.config_fields import FIELDS
 
 MESH = "mesh"
 MESH_HELP = "The mesh: its axes with their sizes, such as data=4,model=2; -1 for all other devices."
@@ -30,6 +30,7 @@ def translate(
     switches: Collection[str] = (),
     renamed: Mapping[str, str] | None = None,
     positional: str = "config",
+    fields: Collection[str] = (),
 ) -> list[str]:
     """Translates the arguments of a command, without the program's name.
 
@@ -40,6 +41,7 @@ def translate(
       renamed: Old names of flags, each with its new name.
       positional: The flag that the arguments before the first flag are values of. Only `config`
         may have several.
+      fields: The fields of a config that only this command has.
 
     Raises:
       UsageError: The value of `--mesh` is missing or malformed.
@@ -66,7 +68,7 @@ def translate(
             translated.append(f"--{name}{value}")
         elif name.startswith("no_") and name[3:] in switches:
             translated.append(f"--no{name[3:]}{value}")
-        elif _is_field(name):
+        elif name in fields or _is_field(name):
             translated.append(f"--config.{name}{value}")
         else:
             translated.append(f"--{name}{value}")

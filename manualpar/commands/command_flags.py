@@ -3,25 +3,27 @@
 import argparse
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 
 from manualpar.commands.arguments import MESH_HELP, parse_mesh
-from manualpar.commands.results import quiet_absl, users_mistakes
-from manualpar.core.mesh.devices import describe_mesh, simulate_devices
+from manualpar.commands.results import choose_devices, quiet_absl, users_mistakes
+from manualpar.core.mesh.devices import describe_mesh
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
-    OneSentenceParser,
     UsageError,
     print_error,
 )
 from manualpar.models.generation.generator import Generator
 from manualpar.system.cluster import initialize
 from manualpar.system.cluster.agreement import from_first
+from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import AnyPath, open_for_reading, path_flag, user_path
 from manualpar.system.storage.untrusted import parse_object
 from manualpar.training.exit_codes import ending_all
@@ -33,18 +35,15 @@ def model_flags(program: str, usage: str) -> argparse.ArgumentParser:
 
     `{program}` in `usage`, the first lines of `--help`, stands for the program's name.
     """
-    parser = OneSentenceParser(
-        prog=program,
-        description=usage.replace("{program}", program),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneSentenceParser(prog=program, description=usage, allow_abbrev=False)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--workdir", type=path_flag, help="The folder of a run with a checkpoint.")
     which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
-    parser.add_argument("--mesh", default="data=-1", help=MESH_HELP)
+    parser.add_argument("--mesh", default="data=-1", help=f"{MESH_HELP} [default %(default)s]")
     parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
-    parser.add_argument("--batch-size", type=int, default=32, help="Sequences per batch.")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="Sequences per batch. [default %(default)s]"
+    )
     return parser
 
 
@@ -56,7 +55,8 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
     quiet_absl()
     try:
         with users_mistakes():
-            simulate_devices(flags.devices)
+            check_output_file(flags.output)
+            choose_devices(flags.devices)
             mesh = _mesh_of_data(flags.mesh)
             cluster = initialize()
         with cluster, ending_all(cluster, agreed=()), users_mistakes():
@@ -88,6 +88,25 @@ def show(text: str) -> None:
         sys.stdout.flush()
 
 
+def check_output_file(path: AnyPath | None) -> None:
+    """Checks, before any work, that the file of `--output` can be written.
+
+    Raises:
+      UsageError: The file is a folder, or it or its folder cannot be written to.
+    """
+    if not isinstance(path, Path):  # Nothing is tried in a bucket.
+        return
+    if path.is_dir():
+        raise UsageError(f"--output={path} is a folder, expected the name of a file.")
+    if not os.path.isdir(path.parent):
+        raise UsageError(
+            f"--output={path}: {path.parent} is not a folder, expected a folder that exists."
+        )
+    there = path if os.path.exists(path) else path.parent
+    if not os.access(there, os.W_OK):
+        raise UsageError(f"--output={path}: {there} may not be written to; name another file.")
+
+
 def write_output(path: AnyPath, text: str) -> None:
     """Writes the file of `--output`; in a cluster only process 0 writes it.
 
@@ -99,7 +118,9 @@ def write_output(path: AnyPath, text: str) -> None:
     try:
         path.write_bytes(text.encode())
     except OSError as error:
-        raise UsageError(f"--output={path} cannot be written: {error}.") from error
+        raise UsageError(
+            f"--output={path} cannot be written: {error.strerror or error}; name another file."
+        ) from error
 
 
 def read_lines(path: str) -> list[dict[str, Any]]:

@@ -7,36 +7,32 @@ mistake raises a `UsageError`: the command prints one sentence and ends with exi
 this package is shown with its traceback.
 """
 
-import contextlib
 import dataclasses
-import functools
 import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import ml_collections
 from absl import app
 from absl import flags as absl_flags
-from ml_collections import config_flags
 
 from manualpar.commands.arguments import MESH, MESH_HELP, translate
-from manualpar.commands.help_text import help_text
-from manualpar.commands.results import users_mistakes
+from manualpar.commands.config_help import config_help
+from manualpar.commands.config_overrides import OVERRIDE, explained, load_with
 from manualpar.errors import (
     USAGE_EXIT_CODE,
     UsageError,
     nearest,
     print_error,
 )
-from manualpar.system.storage import AnyPath, BucketPath, as_path
-from manualpar.training.checkpoints.compatibility import REMOVED
-from manualpar.training.config import FIELDS, MODEL_FIELDS, flatten_config, load_config
+from manualpar.strategies import Field
+from manualpar.system.reports.help_text import print_help
+from manualpar.system.storage import AnyPath, BucketPath, user_path
+from manualpar.training.config_fields import FIELDS, MODEL_FIELDS
 from manualpar.training.config_files import find_config
-from manualpar.training.imported_model import fill_from_hf
 
 CONFIG_HELP = (
     "The config: a name, such as fsdp_lm (`manualpar configs` lists them), or a Python file with "
@@ -48,19 +44,8 @@ NO_CONFIG = (
 )
 _MODEL_FIELDS = tuple(name for fields in MODEL_FIELDS.values() for name in fields)
 HELP = frozenset({"--help", "-help", "-h", "--helpshort"})
-OVERRIDE = re.compile(r"--?(no)?config\.")
-EXPECTED: Mapping[type, str] = {
-    int: "an integer without point or exponent",
-    float: "a number",
-    bool: "true or false",
-    tuple: "a tuple of pairs such as (('embed', None), ('mlp', 'data'))",
-    ml_collections.ConfigDict: "a dict",
-}
-EXAMPLES: Mapping[str, str] = {
-    "parallel.mesh": """--config.parallel.mesh="{'replica': 2, 'data': -1}\"""",
-    "optimizer.arguments": """--config.optimizer.arguments="{'nesterov': True}\"""",
-    "schedule.arguments": """--config.schedule.arguments="{'alpha': 0.1}\"""",
-}
+# The type of a flag's value -> the word for a value in `--help`.
+VALUES: Mapping[type, str] = {int: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 class Flag(NamedTuple):
@@ -70,6 +55,17 @@ class Flag(NamedTuple):
     kind: type = str
     default: Any = None
     in_buckets: bool = False  # Whether a path may begin with s3:// or gs://.
+
+    def form(self, name: str) -> str:
+        """Returns the flag as one types it, such as `--devices=NUMBER`."""
+        name = name.replace("_", "-")
+        if self.kind is bool:
+            return f"--{name}" if self.default is False else f"--[no-]{name}"
+        return f"--{name}={VALUES[self.kind]}"
+
+    def explain(self) -> str:
+        """Returns the help with the default."""
+        return self.help if not self.default else f"{self.help} [default {self.default}]"
 
 
 WORKDIR = Flag(
@@ -118,6 +114,7 @@ class Syntax(NamedTuple):
       renamed: Old names of flags, each with its new name.
       positional: The flag that arguments before the first flag are values of.
       refine: Checks the flags' values, and may change them; raises `UsageError` for a mistake.
+      fields: The fields that only the configs of this command have.
     """
 
     flags: Mapping[str, Flag]
@@ -126,6 +123,7 @@ class Syntax(NamedTuple):
     renamed: Mapping[str, str] = types.MappingProxyType({})
     positional: str = "config"
     refine: Callable[[CommandLine], None] = lambda line: None
+    fields: Mapping[str, Field] = types.MappingProxyType({})
 
 
 TRAINING = Syntax(
@@ -184,7 +182,7 @@ def flags_parser(
     def parse_or_end(argv: list[str]) -> CommandLine:
         try:
             if HELP & set(argv):
-                print(_help(description, argv, default_config, syntax))
+                print_help(command_help(description, argv, default_config, syntax))
                 sys.exit(0)
             return parse_command_line(
                 argv, default_config=default_config, syntax=syntax, flag_values=absl_flags.FLAGS
@@ -196,14 +194,29 @@ def flags_parser(
     return parse_or_end
 
 
-def _help(description: str, argv: Sequence[str], default_config: str | Path, syntax: Syntax) -> str:
-    """Returns the text of `--help`, with the fields of the config that the command line names."""
+def command_help(
+    description: str, argv: Sequence[str], default_config: str | Path, syntax: Syntax
+) -> str:
+    """Returns the text of `--help`, with the fields of the config that the command line names.
+
+    Raises:
+      UsageError: There is no such config, or its file is wrong.
+    """
     arguments = [argument for argument in argv[1:] if argument not in HELP]
-    given = translate(arguments, flags=syntax.flags, positional=syntax.positional)
-    names = [x.partition("=")[2] for x in given if x.startswith("--config=")]
-    helps = {name: flag.help for name, flag in syntax.flags.items()}
-    helps = {"config": CONFIG_HELP, MESH: MESH_HELP} | helps
-    return help_text(description, find_config(names[0] if names else str(default_config)), helps)
+    given = translate(
+        arguments, flags=syntax.flags, positional=syntax.positional, fields=syntax.fields
+    )
+    path = str(default_config)
+    for argument, value in zip(given, [*given, ""][1:], strict=True):
+        name, equals, attached = argument.partition("=")
+        if name in ("--config", "-config"):
+            path = attached if equals else value
+            break
+    flags = {"--config=NAME": CONFIG_HELP, "--mesh=AXIS=SIZE,...": MESH_HELP}
+    flags |= {flag.form(name): flag.explain() for name, flag in syntax.flags.items()}
+    if not path:
+        raise UsageError(NO_CONFIG)
+    return config_help(description, find_config(path), flags=flags, added=syntax.fields)
 
 
 def parse_command_line(
@@ -225,6 +238,7 @@ def parse_command_line(
         switches=[name for name, flag in flags.items() if flag.kind is bool],
         renamed=syntax.renamed,
         positional=syntax.positional,
+        fields=syntax.fields,
     )
     argv = [*argv[:1], *arguments]
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
@@ -236,7 +250,7 @@ def parse_command_line(
     flag_values.set_gnu_getopt()  # Allows `--config.seed 1` in addition to `--config.seed=1`.
     if argv[-1] in ("--config", "-config"):
         raise UsageError(NO_CONFIG)
-    with _explained(lambda name: (flags[name].kind, "") if name in flags else None):
+    with explained(lambda name: (flags[name].kind, "") if name in flags else None):
         _, *overrides = flag_values(list(argv), known_only=True)
     _check_overrides(overrides, syntax)
     paths: list[str] = flag_values.config or [str(default_config)]
@@ -259,7 +273,7 @@ def parse_command_line(
 
 def _path(name: str, value: str, flag: Flag) -> AnyPath:
     try:
-        path = as_path(value)
+        path = user_path(value)
     except ValueError as error:
         raise UsageError(f"--{name}: {error}") from None
     if isinstance(path, BucketPath) and not flag.in_buckets:
@@ -276,8 +290,10 @@ def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
             name = argument.lstrip("-").split("=")[0]
             if name in syntax.refused:
                 raise UsageError(f"--{name} is not a flag of this command: {syntax.refused[name]}.")
-            near = nearest(name, {*syntax.flags, MESH, "config", *FIELDS, *_MODEL_FIELDS})
-            raise UsageError(f"--{name} is not a known flag; the nearest one is --{near}.")
+            fields = {*FIELDS, *_MODEL_FIELDS, *syntax.fields}
+            near = nearest(name, {*syntax.flags, MESH, "config", *fields})
+            shown = near.replace("_", "-") if near in syntax.flags else near
+            raise UsageError(f"--{name} is not a known flag; the nearest one is --{shown}.")
         if not is_override and not takes_value:
             raise UsageError(
                 f"{argument!r} is not understood, expected flags such as --config.seed=1."
@@ -296,7 +312,7 @@ def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConf
         # If two files have the same name, their results are named after the folder and the file.
         parts = path.with_suffix("").parts[-2 if stems[path.stem] > 1 else -1 :]
         try:
-            configs.append(NamedConfig("-".join(parts), path, _load_with(path, overrides)))
+            configs.append(NamedConfig("-".join(parts), path, load_with(path, overrides)))
         except UsageError as error:
             of = "" if text in str(error) or len(paths) == 1 else f"{text}: "
             raise UsageError(f"{of}{error}") from error
@@ -307,70 +323,3 @@ def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConf
             "inspect them one at a time."
         )
     return tuple(configs)
-
-
-def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
-    """Loads a config and applies the overrides to it."""
-    config = load_config(path)
-    _check_fields(config, overrides)
-    arguments = ["", *overrides]
-    values = absl_flags.FlagValues()
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=arguments)
-
-    def kind_of(name: str) -> tuple[type, str]:
-        default = functools.reduce(lambda group, key: group[key], name.split(".")[1:], config)
-        if isinstance(default, ml_collections.ConfigDict):
-            field = FIELDS.get(name.removeprefix("config."))
-            words = field.expectation() if field else "a dict such as {'data': -1}"
-            return type(default), words.removeprefix("a dict")
-        example = f" such as {default!r}" if type(default) in (int, float) else ""
-        return type(default), example
-
-    with _explained(kind_of):
-        values(arguments)
-    overridden = [
-        argument.split("=")[0].split(".", 1)[1] for argument in overrides if "." in argument
-    ]
-    with users_mistakes():
-        return fill_from_hf(values.config, given=overridden)
-
-
-def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:
-    """Refuses an argument `--config.<field>` if the config has no such field."""
-    values = flatten_config(config)
-    groups = {name.rsplit(".", depth)[0] for name in values for depth in range(name.count(".") + 1)}
-    dicts = {name: value for name, value in values.items() if isinstance(value, dict)}
-    entries = {f"{name}.{key}" for name, entry in dicts.items() for key in entry}
-    for argument in filter(OVERRIDE.match, overrides):
-        field = argument.split("=")[0].split(".", 1)[1]
-        if field in REMOVED and field not in values:
-            raise UsageError(f"{argument}: {field} was removed: {REMOVED[field][1]}; leave it out.")
-        if field not in groups | entries:
-            near = nearest(field, values.keys() | entries)
-            mend = ""
-            if (name := field.rpartition(".")[0]) in dicts:
-                mend = f"; to change the entries, set the complete dict, as in {EXAMPLES[name]}"
-            raise UsageError(
-                f"{argument}: the config has no field {field!r}; the nearest one is "
-                f"--config.{near}{mend}."
-            )
-
-
-@contextlib.contextmanager
-def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
-    """Turns absl's errors into `UsageError`s.
-
-    `kind_of(flag)` returns the type of a flag's value and an example value for the message, or
-    `None` if there is no such flag.
-    """
-    try:
-        yield
-    except absl_flags.IllegalFlagValueError as error:
-        message = str(error).splitlines()[0]
-        found = re.match(r"flag (--([\w.]+)=.*?): ", message)
-        kind, example = (found and kind_of(found[2])) or (None, "")
-        if found and kind is not None and kind in EXPECTED:
-            message = f"{found[1]}: expected {EXPECTED[kind]}{example}"
-        raise UsageError(f"{message}.") from error
-    except absl_flags.Error as error:
-        raise UsageError(f"{error}.") from error

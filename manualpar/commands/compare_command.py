@@ -25,8 +25,15 @@ import rich.console
 
 from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Flag, Syntax, run_absl
 from manualpar.commands.comparison_report import PICTURE, Row, draw, footnotes, markdown, print_rows
-from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
-from manualpar.core.mesh.devices import describe_mesh, simulate_devices
+from manualpar.commands.results import (
+    answer,
+    check_output,
+    choose_devices,
+    results_folder,
+    users_mistakes,
+    write_json,
+)
+from manualpar.core.mesh.devices import describe_mesh
 from manualpar.core.modes.strategy import MODES
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
@@ -49,10 +56,10 @@ from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
 from manualpar.strategies.fields import fields_of_manual_mode
 from manualpar.system.reports.tables import print_line
-from manualpar.training.config import FIELDS
+from manualpar.training.config_fields import FIELDS
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.memory_check import check_fits
-from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
+from manualpar.training.monitoring.run_files import CONFIG_FILE
 
 USAGE = """Trains one config under several strategies and modes, and compares them.
 
@@ -67,9 +74,20 @@ FLAGS: Mapping[str, Flag] = {
     "output": OUTPUT,
     **{name: flag for name, flag in TRAINING.flags.items() if name != "workdir"},
 }
-COMPARING = Syntax(FLAGS, renamed={"workdir": "output"})
+REPETITIONS = Field(int, 1, meaning="The number of steps of each pair that are timed.")
+COMPARING = Syntax(
+    FLAGS,
+    renamed={"workdir": "output"},
+    fields={
+        "pairs": Field(
+            tuple,
+            expected="a tuple of pairs such as (('fsdp', 'manual'), ('zero1', 'auto'))",
+            meaning="The strategies and modes to compare.",
+        ),
+        "compare.repetitions": REPETITIONS,
+    },
+)
 ONE_DEVICE = "one device"
-REPETITIONS = Field(int, 1)
 # Prefixes of the fields that a comparison's config does not have, because only the training loop
 # reads them.
 UNUSED = (
@@ -289,15 +307,15 @@ def compare_command(line: CommandLine) -> int:
 
 def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     config, flags = line.config, line.flags
+    parent = Path("runs") / line.config_path.stem
     with users_mistakes():  # Checks everything that can be checked before compilation.
         require(PICTURE, "matplotlib")
-        if flags.output:
-            check_workdir(flags.output, "--output")
-        simulate_devices(flags.devices, force=flags.force)
+        check_output(flags.output, parent)
+        choose_devices(flags.devices, force=flags.force)
         experiments = prepare_pairs(config)
         for _, experiment in () if flags.force else experiments:
             check_fits(experiment)
-    with results_folder(flags.output, Path("runs") / line.config_path.stem) as workdir:
+    with results_folder(flags.output, parent) as workdir:
         write_json(workdir / CONFIG_FILE, config.to_dict())
     try:
         rows = compare(config, experiments, console=console)

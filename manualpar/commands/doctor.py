@@ -20,7 +20,7 @@ import itertools
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,21 @@ from manualpar.errors import (
 from manualpar.inspect.same_as_one_device import assert_same_as_one_device
 from manualpar.strategies.fsdp import fsdp
 from manualpar.system.cluster import initialize
+from manualpar.system.reports.help_text import list_flags, print_help, wrap_text
+from manualpar.system.storage.compilation_cache import check_compilation_cache
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy")
 ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12")
 SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREADS$")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 WITHIN = "all devices within one host"
+HELP = {"--help", "-help", "-h", "--helpshort"}
+DEVICES_HELP = "The number of CPU devices to simulate."
+FLAGS: Mapping[str, str] = {
+    "--config=NAME": "A config to check too, a name or a file. Its fields are flags, as for "
+    "`manualpar train`; `CONFIG --help` shows them.",
+    "--devices=NUMBER": DEVICES_HELP,
+}
 ROWS, FEATURES = 8, 64  # The batch of the small step has this size on each device.
 
 
@@ -113,7 +122,7 @@ def config_facts(config: Any) -> Iterator[Fact]:
     program = experiment.program
     yield Fact("mesh", describe_mesh(program.mesh))
     yield Fact("links of the mesh", describe_links(program.mesh) or WITHIN)
-    yield Fact("options of the compiler", ", ".join(experiment.chosen.options) or "its own")
+    yield Fact("compiler options", experiment.chosen.describe())
     parts = least_bytes(program)
     shown = ", ".join(f"{name} {describe_bytes(size)}" for name, size in parts.items())
     yield Fact("a device holds at least", f"{describe_bytes(sum(parts.values()))} ({shown})")
@@ -122,11 +131,12 @@ def config_facts(config: Any) -> Iterator[Fact]:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the report; `argv` is the command line, the program's name first."""
-    if {"--help", "-help", "-h"} & set(argv):
-        print((__doc__ or "").strip())
-        return 0
     is_wrong = False
     try:
+        if HELP & set(argv):
+            print_help(_help([argument for argument in argv if argument not in HELP]))
+            return 0
+        check_compilation_cache()
         config = _prepare_devices(argv)
         with initialize() as cluster:
             reports = [software_facts, device_facts]
@@ -142,22 +152,37 @@ def main(argv: Sequence[str]) -> int:
     return USAGE_EXIT_CODE if is_wrong else 0
 
 
+def _help(argv: Sequence[str]) -> str:
+    """Returns the text of `--help`, with the fields of a config if the command line names one."""
+    description = (__doc__ or "").replace("manualpar doctor", argv[0])
+    if not _names_config(argv):
+        return f"{wrap_text(description)}\n\nFlags:\n{list_flags(FLAGS)}"
+    require("--config", *TRAIN)
+    from manualpar.commands.command_line import Flag, Syntax, command_help
+
+    return command_help(description, argv, "", Syntax({"devices": Flag(DEVICES_HELP, int)}))
+
+
+def _names_config(argv: Sequence[str]) -> bool:
+    given = argv[1:]
+    is_first = bool(given) and not given[0].startswith("-")
+    return is_first or any(re.match(r"--?config(=|$)", argument) for argument in given)
+
+
 def _prepare_devices(argv: Sequence[str]) -> Any:
     """Loads the config of a command line, and simulates the same CPU devices as a run would."""
     if not argv[1:]:
         return None
-    is_config = argv[1][0] != "-"
-    if not is_config and not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):
+    if not _names_config(argv):
         raise UsageError(f"{argv[1]!r} is not understood, expected a config or no argument.")
     require("--config", *TRAIN)
     from manualpar.commands.command_line import Flag, Syntax, parse_command_line
-    from manualpar.commands.results import quiet_absl
-    from manualpar.core.mesh.devices import simulate_devices
+    from manualpar.commands.results import choose_devices, quiet_absl
 
     quiet_absl()
-    syntax = Syntax({"devices": Flag("How many CPU devices to simulate.", int)})
+    syntax = Syntax({"devices": Flag(DEVICES_HELP, int)})
     line = parse_command_line(argv, default_config=Path(), syntax=syntax)
-    simulate_devices(line.flags.devices)
+    choose_devices(line.flags.devices)
     return line.config
 
 

@@ -28,9 +28,10 @@ MAX_LENGTH = 2048
 
 USAGE = """Evaluates a run's newest checkpoint, or a Hugging Face model, on texts.
 
-{program} --workdir=<folder>                      the run's own test split
+{program} --workdir=<folder>    # the run's own test split
 {program} --workdir=<folder> --text=<.txt or .jsonl with "text">
-{program} --hf=<directory> --completions=<.jsonl with "context", "completion">
+{program} --hf=<directory>
+    --completions=<.jsonl with "context" and "completion">
     [--max-length=<tokens seen at once>] [--output=<file>]
     [--mesh=data=4,model=2] [--devices=<number>] [--batch-size=<rows>]
 """
@@ -48,7 +49,13 @@ def main(argv: Sequence[str]) -> int:
         type=path_flag,
         help='JSONL with "context" and "completion"; shows log-likelihoods.',
     )
-    parser.add_argument("--max-length", type=int, default=0, help="The longest sequence in tokens.")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=0,
+        help="The longest sequence in tokens; by default the run's sequence length, or "
+        f"{MAX_LENGTH} if it is not known.",
+    )
     parser.add_argument("--output", type=path_flag, help="The file for the results.")
     flags = parser.parse_args(argv[1:])
 

@@ -25,11 +25,12 @@ ADDED = ("text", "ending", "tokens")
 
 USAGE = """Answers prompts with a run's newest checkpoint, or with a Hugging Face model.
 
-{program} --workdir=<folder> --prompt="Once upon a time" [--temperature=0.8]
-    [--top-k=<number>] [--top-p=<probability>] [--max-tokens=<number>]
-    [--stop=<text> ...] [--seed=<number>] [--chat]
+{program} --workdir=<folder> --prompt="Once upon a time"
+    [--temperature=0.8] [--top-k=<number>] [--top-p=<probability>]
+    [--max-tokens=<number>] [--stop=<text> ...] [--seed=<number>] [--chat]
     [--mesh=data=4,model=2] [--devices=<number>]
-{program} --hf=<directory> --prompts=<lines, .jsonl or -> [--output=<.jsonl>]
+{program} --hf=<directory> --prompts=<lines, .jsonl or ->
+    [--output=<.jsonl>]
 
 The answer to one prompt is streamed to the terminal. Several prompts are answered in batches, as
 JSONL.
@@ -46,14 +47,37 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--chat", action="store_true", help="Treats each prompt as a chat message.")
     parser.add_argument("--output", type=path_flag, help="The JSONL file of answers to --prompts.")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token.")
-    parser.add_argument("--top-k", type=int, default=0, help="0: all tokens.")
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        help="The most tokens of an answer. [default %(default)s]",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="The divisor of the logits; 0 always chooses the likeliest token. [default 0]",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        help="Draws from this number of likeliest tokens; 0 for all. [default %(default)s]",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="Draws from the likeliest tokens with this probability together; 1 for all. "
+        "[default 1]",
+    )
     parser.add_argument(
         "--stop", action="append", default=[], help="A text that ends an answer; repeatable."
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="The seed of the answers. [default %(default)s]"
+    )
     flags = parser.parse_args(argv[1:])
 
     def work(trained: Trained, generator: Generator) -> None:

@@ -4,7 +4,6 @@ An imported model is a checkpoint at step 0. Its `config.json` and tokenizer are
 folder `model` of the workdir, so that training does not need the original directory.
 """
 
-import argparse
 import contextlib
 import resource
 import sys
@@ -16,11 +15,9 @@ from typing import Any, NoReturn
 import jax
 
 from manualpar.commands.command_line import TRAINING, CommandLine, run_absl
-from manualpar.commands.results import quiet_absl
-from manualpar.core.mesh.devices import simulate_devices
+from manualpar.commands.results import choose_devices, quiet_absl
 from manualpar.errors import (
     USAGE_EXIT_CODE,
-    OneSentenceParser,
     UsageError,
     describe_mistake,
     print_error,
@@ -30,8 +27,10 @@ from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
 from manualpar.system.cluster import FAILED_EXIT_CODE, Cluster, DisagreementError, initialize
 from manualpar.system.cluster.agreement import failing_together
+from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.reports.tables import describe_bytes
 from manualpar.system.storage import AnyPath, BucketPath, path_flag, user_path, writing
+from manualpar.system.storage.durable_files import check_writable
 from manualpar.system.storage.untrusted import open_file
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.checkpoints.folders import open_folder
@@ -47,8 +46,8 @@ from manualpar.training.workdir_lock import lock_workdir
 MODEL_FOLDER = "model"
 IMPORT_USAGE = """Imports a Hugging Face model into a workdir, as a checkpoint to train from.
 
-{program} DIR --workdir=<folder> [--config=fsdp_lm] [--<field>=<value> ...]
-    [--mesh=<axis>=<size>,...] [--devices=<number>]
+{program} DIR --workdir=<folder> [--config=fsdp_lm]
+    [--<field>=<value> ...] [--mesh=<axis>=<size>,...] [--devices=<number>]
 
 DIR contains config.json, tokenizer.json and .safetensors files. The config defines how the model
 will be trained, and on which data. Each process reads only the slices for its devices.
@@ -61,7 +60,10 @@ EXPORT_USAGE = """Exports the model of a workdir as .safetensors files with conf
 
 If the model was imported, its config, its tokenizer and the dtypes of its tensors are kept.
 """
-IMPORTING = TRAINING._replace(positional="config.model.from_hf")
+WORKDIR = TRAINING.flags["workdir"]._replace(help="The folder to create, for the run; required.")
+IMPORTING = TRAINING._replace(
+    flags={**TRAINING.flags, "workdir": WORKDIR}, positional="config.model.from_hf"
+)
 
 
 def import_main(argv: Sequence[str]) -> NoReturn:
@@ -78,9 +80,11 @@ def import_command(command: CommandLine) -> int:
         check_config(config)
         if flags.workdir is None:
             raise UsageError("--workdir is missing, expected the folder to create.")
+        if isinstance(flags.workdir, Path):
+            check_writable(flags.workdir, "--workdir")
         _check_new(flags.workdir)
         check_folder(config, flags.workdir)
-        simulate_devices(flags.devices, force=flags.force)
+        choose_devices(flags.devices, force=flags.force)
         return initialize(
             coordinator_address=flags.coordinator_address,
             num_processes=flags.num_processes,
@@ -142,32 +146,38 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
 
 def export_main(argv: Sequence[str]) -> int:
     """Exports the model of a workdir as a Hugging Face directory; returns the exit code."""
-    parser = OneSentenceParser(
-        prog=argv[0],
-        description=EXPORT_USAGE.replace("{program}", argv[0]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--workdir", type=path_flag, required=True, help="the folder of the run")
+    parser = OneSentenceParser(prog=argv[0], description=EXPORT_USAGE, allow_abbrev=False)
+    parser.add_argument("--workdir", type=path_flag, required=True, help="The folder of the run.")
     # `--to` is the old name.
     parser.add_argument(
-        "--output", "--to", type=path_flag, required=True, help="the directory to create"
+        "--output", "--to", type=path_flag, required=True, help="The directory to create."
     )
     parser.add_argument(
-        "--like", type=path_flag, help="the directory to take config, tokenizer and dtypes from"
+        "--like", type=path_flag, help="The directory to take config, tokenizer and dtypes from."
     )
     parser.add_argument(
-        "--family", default="", help="the model family, such as llama, if --like is not given"
+        "--family", default="", help="The model family, such as llama, if --like is not given."
     )
-    parser.add_argument("--dtype", default="", help="the dtype of all tensors, such as bfloat16")
-    parser.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES, help="the largest file")
-    parser.add_argument("--devices", type=int, help="the number of CPU devices to simulate")
+    parser.add_argument(
+        "--dtype",
+        default="",
+        help="The dtype of all tensors, such as bfloat16; by default the dtypes of the original.",
+    )
+    parser.add_argument(
+        "--max-shard-bytes",
+        type=int,
+        default=SHARD_BYTES,
+        help="The size of the largest file, in bytes. [default %(default)s]",
+    )
+    parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
     flags = parser.parse_args(list(argv[1:]))
     quiet_absl()
 
     def start() -> Cluster:
+        if isinstance(flags.output, Path):
+            check_writable(flags.output, "--output")
         saved_config(flags.workdir)
-        simulate_devices(flags.devices)
+        choose_devices(flags.devices)
         return initialize()
 
     def work(say: Callable[[str], None]) -> None:

@@ -39,9 +39,15 @@ from manualpar.commands.inspection_schedule import (
     read_schedule,
     table_and_costs,
 )
-from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
+from manualpar.commands.results import (
+    answer,
+    check_output,
+    choose_devices,
+    results_folder,
+    users_mistakes,
+    write_json,
+)
 from manualpar.commands.schedule_picture import draw_schedule
-from manualpar.core.mesh.devices import simulate_devices
 from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.errors import UsageError, print_error, require
 from manualpar.inspect.budget_writing import budget_text, replace_budget
@@ -64,12 +70,11 @@ from manualpar.planner.hardware import chip_named
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage.untrusted import read_object
 from manualpar.training.experiment import Experiment, prepare
-from manualpar.training.monitoring.run_files import check_workdir
 
 USAGE = """Shows the communication, memory and FLOPs of each config's step, before any step runs.
 
-{program} [CONFIG ...] [--<field>=<value> ...] [--mesh=<axis>=<size>,...]
-    [--devices=<number>] [--compile | --no-compile]
+{program} [CONFIG ...] [--<field>=<value> ...]
+    [--mesh=<axis>=<size>,...] [--devices=<number>] [--compile | --no-compile]
     [--output=<folder>] [--against=<ledger.json or folder>]
     [--budget=configs/budgets.toml [--write-budget]]
     [--memory=<16GiB or v5p>] [--schedule]
@@ -79,6 +84,7 @@ devices. Exit codes: 0; 1 if a budget is broken; 2 for a mistake on the command 
 in a budget.
 """
 BROKEN_EXIT_CODE = 1
+FOLDER = Path("runs/inspect")
 PICTURE = "inspect.png"
 # The keys that a ledger from a file must have to be compared.
 NEEDED = ("mesh", "bytes", "counts", "collectives", "flops", "memory", "compiled")
@@ -221,9 +227,8 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
         require(PICTURE, "matplotlib")
         budgets = {} if flags.write_budget else _read_budgets(flags.budget, names)
         earlier = {name: _read_earlier(flags.against, name) for name in names if flags.against}
-        if flags.output:
-            # Refuses a training's folder. An earlier inspection may be overwritten.
-            check_workdir(flags.output, "--output")
+        # Refuses a training's folder. An earlier inspection may be overwritten.
+        check_output(flags.output, FOLDER)
     ledgers = _read_ledgers(line, console)
     if len(ledgers) > 1:
         print_summary(console, ledgers)
@@ -238,7 +243,7 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
         broken += verdict.broken
         if (allowed := budgets[name].most("peak_memory")) is not None:
             bounds[name].insert(0, Bound("budget", allowed))
-    with results_folder(flags.output, Path("runs") / "inspect") as output:
+    with results_folder(flags.output, FOLDER) as output:
         for name, found in ledgers.items():
             write_json(output / f"{name}.json", found)
         draw_ledgers(ledgers, output / PICTURE, bounds=bounds)
@@ -256,7 +261,7 @@ def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str,
     flags = line.flags
     if flags.compile or flags.devices is None:  # In other cases tracing needs no device.
         try:
-            simulate_devices(flags.devices)
+            choose_devices(flags.devices)
         except RuntimeError as error:
             raise UsageError(f"--devices={flags.devices}: {error}.") from error
         except ValueError as error:

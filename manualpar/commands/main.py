@@ -20,6 +20,7 @@ from manualpar.errors import (
     print_error,
     require,
 )
+from manualpar.system.reports.help_text import fill
 
 BROKEN_PIPE_EXIT_CODE = 141  # That of a program which SIGPIPE ends.
 
@@ -90,10 +91,16 @@ COMMANDS: Mapping[str, Command] = {
 def usage() -> str:
     """Returns the text of `manualpar --help`."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}s}  {command.summary}" for name, command in COMMANDS.items()]
+    margin = " " * (width + 4)
+    lines = [
+        fill(command.summary, f"  {name:{width}s}  ", hanging=margin)
+        for name, command in COMMANDS.items()
+    ]
     return "\n".join(
         [
-            "Trains flax models with manual parallelism: every collective is written by hand.",
+            fill(
+                "Trains flax models with manual parallelism: every collective is written by hand."
+            ),
             "",
             "manualpar COMMAND [arguments]",
             "manualpar COMMAND --help",

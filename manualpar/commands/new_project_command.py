@@ -7,19 +7,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from manualpar.errors import (
-    USAGE_EXIT_CODE,
-    OneSentenceParser,
-    UsageError,
-    print_error,
-)
+from manualpar.errors import USAGE_EXIT_CODE, UsageError, print_error
+from manualpar.system.reports.help_text import OneSentenceParser
 
 TEMPLATE = Path(__file__).parent / "new_project"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`; returns the exit code."""
-    parser = OneSentenceParser(prog=argv[0], description=(__doc__ or "").partition("\n")[0])
+    description = (__doc__ or "").replace("manualpar new", "{program}")
+    parser = OneSentenceParser(prog=argv[0], description=description)
     parser.add_argument("folder", type=Path, help="The folder, new or empty.")
     flags = parser.parse_args(list(argv[1:]))
     try:

@@ -15,7 +15,13 @@ from typing import Any, NoReturn
 import rich.console
 
 from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Flag, Syntax, run_absl
-from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
+from manualpar.commands.results import (
+    answer,
+    check_output,
+    results_folder,
+    users_mistakes,
+    write_json,
+)
 from manualpar.errors import UsageError, nearest, require
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import check_closed_form
@@ -45,7 +51,7 @@ from manualpar.strategies import strategy_kinds
 from manualpar.system.reports.tables import print_line
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
-from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
+from manualpar.training.monitoring.run_files import CONFIG_FILE
 
 DEFAULT_TOPOLOGY = "v5e:16x16"
 USAGE = """Estimates a config's communication, memory and time on devices that are not here.
@@ -163,17 +169,16 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def plan_command(command: CommandLine) -> int:
     """Plans the config of a command line; returns the exit code for `absl.app.run`."""
+    parent = Path("runs") / f"plan-{command.configs[0].name}"
 
     def work(console: rich.console.Console) -> Path:
         with users_mistakes():
             require("the picture of a plan", "matplotlib")
-            if command.flags.output:
-                check_workdir(command.flags.output, "--output")
+            check_output(command.flags.output, parent)
             # Writes nothing before all estimates exist.
             flags = command.flags
             work = _search if any(getattr(flags, name) for name in SEARCHES) else _plan
             write = work(command, console)
-        parent = Path("runs") / f"plan-{command.configs[0].name}"
         with results_folder(command.flags.output, parent) as workdir:
             write_json(workdir / CONFIG_FILE, command.config.to_dict())
             write(workdir)

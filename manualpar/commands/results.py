@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging as standard_logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import rich.console
 from absl import logging
 
+from manualpar.core.mesh.devices import simulate_devices
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -18,8 +20,10 @@ from manualpar.errors import (
     print_error,
 )
 from manualpar.system.reports.tables import print_line
+from manualpar.system.storage.compilation_cache import check_compilation_cache
+from manualpar.system.storage.durable_files import check_writable
 from manualpar.training.monitoring.progress import make_console
-from manualpar.training.monitoring.run_files import create_numbered_folder
+from manualpar.training.monitoring.run_files import check_workdir, create_numbered_folder
 
 
 def answer(work: Callable[[rich.console.Console], Path]) -> int:
@@ -47,9 +51,19 @@ def answer(work: Callable[[rich.console.Console], Path]) -> int:
     return 0
 
 
+def choose_devices(count: int | None, *, force: bool = False) -> None:
+    """Chooses the devices of a command, see `simulate_devices`; checks JAX's compilation cache."""
+    check_compilation_cache()
+    simulate_devices(count, force=force)
+
+
 def quiet_absl() -> None:
-    """Hides JAX's messages about missing backends, which absl prints by default."""
+    """Hides messages that absl prints by default: JAX's about missing backends, matplotlib's.
+
+    Matplotlib says when it cannot write to the home folder, and then uses a temporary folder.
+    """
     logging.set_verbosity(logging.WARNING)
+    standard_logging.getLogger("matplotlib").setLevel(standard_logging.ERROR)
 
 
 @contextlib.contextmanager
@@ -59,6 +73,17 @@ def users_mistakes(where: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(f"{where}{describe_mistake(error)}") from error
+
+
+def check_output(folder: Path | None, parent: Path) -> None:
+    """Checks, before any work, that `results_folder` can create its folder.
+
+    Raises:
+      ValueError: The folder cannot be written to, or holds a training.
+    """
+    if folder is not None:
+        check_workdir(folder, "--output")
+    check_writable(folder or parent, "--output")
 
 
 @contextlib.contextmanager
@@ -73,8 +98,9 @@ def results_folder(folder: Path | None, parent: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
     except OSError as error:
+        where = f"{error.filename or folder}: {error.strerror or error}"
         raise UsageError(
-            f"the results cannot be written: {error}; name another folder with --output."
+            f"the results cannot be written: {where}; name another folder with --output."
         ) from error
 
 

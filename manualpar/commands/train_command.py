@@ -10,8 +10,7 @@ from typing import NoReturn
 
 from manualpar.commands.agreed_facts import run_facts
 from manualpar.commands.command_line import DEFAULT_CONFIG, CommandLine, run_absl
-from manualpar.commands.results import quiet_absl
-from manualpar.core.mesh.devices import simulate_devices
+from manualpar.commands.results import choose_devices, quiet_absl
 from manualpar.data.dataset import SPLITS
 from manualpar.errors import (
     FILES_EXIT_CODE,
@@ -68,7 +67,7 @@ def run_command(command: CommandLine) -> int:
         # Checks everything that can be checked before JAX starts.
         check_config(config)
         changes = check_folder(config, flags.workdir)
-        simulate_devices(flags.devices, force=flags.force)
+        choose_devices(flags.devices, force=flags.force)
         cluster = initialize(
             coordinator_address=flags.coordinator_address,
             num_processes=flags.num_processes,

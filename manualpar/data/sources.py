@@ -48,23 +48,26 @@ def load_dataset(
     """Loads the dataset of a source.
 
     Args:
-      source: One of `SOURCES`. `digits` and `synthetic` give a `ClassificationDataset`, the other
-        sources a `LanguageDataset`.
+      source: The kind of data. It is one of `SOURCES`; `digits` and `synthetic` give a
+        `ClassificationDataset`, the other sources a `LanguageDataset`.
       seed: The seed of `synthetic`. The other sources do not use it.
-      path: The files of the data; for `tokens` a directory. See `find_files` for `text`, and
-        `find_document_files` for `jsonl`, `parquet`, `arrayrecord` and `chat`.
+      path: A file, a directory or a glob; "" with `text` for Python's standard library. For
+        `tokens` it is a directory. See `find_files` for `text`, and `find_document_files` for
+        `jsonl`, `parquet`, `arrayrecord` and `chat`.
       sequence_length: The number of tokens in a sequence, at least 1.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: For `jsonl` and `parquet`, the field or column with the text. For `arrayrecord`,
         "text", or the type of the tokens in its records.
       held_out: For `jsonl`, `parquet`, `arrayrecord` and `chat`, the fraction of the documents in
         eval; test has the same fraction.
-      cache: For these four sources, the folder of the token cache, see
-        `manualpar.data.token_cache`. For `tokens` in a bucket, the folder to which the files are
-        copied.
-      mixture: The entries of the source `mixture`; see `manualpar.data.mixture`.
+      cache: The folder of the token cache; "" for one in the user's cache folder. These four
+        sources use it, see `manualpar.data.token_cache`. For `tokens` in a bucket, it is the folder
+        to which the files are copied.
+      mixture: The entries of the source `mixture`, each a string `WEIGHT SOURCE PATH`; see
+        `manualpar.data.mixture`.
       template: For `chat`, the file with the template; "" for the tokenizer's template.
-      long_examples: The treatment of examples of `chat` that are longer than a sequence; see
+      long_examples: The treatment of examples of `chat` that are longer than a sequence: `"error"`
+        refuses them, `"cut"` cuts them, and `"drop"` leaves them out; see
         `manualpar.data.packing.pack`.
 
     Raises:

@@ -74,8 +74,8 @@ def load_cached(
         raise
     except OSError as error:
         raise ValueError(
-            f"config.data.cache is {cache!r}, where {folder} cannot be written to "
-            f"({error.strerror}); expected a folder with room for 2 to 4 bytes a token."
+            f"config.data.cache is {cache!r}, and {folder} cannot be written to "
+            f"({error.strerror or error}); name a folder there with room for 2 to 4 bytes a token."
         ) from error
 
 

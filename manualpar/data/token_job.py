@@ -44,7 +44,7 @@ from manualpar.data.tokens import (
     lengths_file,
     read_description,
 )
-from manualpar.system.storage import AnyPath, BucketPath, user_cache, user_path
+from manualpar.system.storage import AnyPath, BucketPath, user_cache, user_path, writing_cache
 from manualpar.system.storage.untrusted import read_object
 
 HELD_OUT = 0.02
@@ -186,8 +186,9 @@ def _run_job_for_bucket(
     name = hashlib.blake2b(f"{directory} {job.key}".encode(), digest_size=8).hexdigest()
     made = user_cache() / "made" / name
     # If an earlier call stopped during the upload, the local files are complete already.
-    if not (made / DESCRIPTION).exists():
-        run_job(job, made, processes=processes, report=report)
+    with writing_cache(made):
+        if not (made / DESCRIPTION).exists():
+            run_job(job, made, processes=processes, report=report)
     names = {path.name for path in made.iterdir()} - {DESCRIPTION}
     for each in (*sorted(names), DESCRIPTION):
         (directory / each).upload(made / each)

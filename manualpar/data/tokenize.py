@@ -11,11 +11,11 @@ an interruption, run the same command again to continue. To train with the token
 `--data.source=tokens --data.path=DIRECTORY`.
 """
 
-import argparse
 import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from manualpar.data.dataset import DamagedDataError
 from manualpar.data.document_files import SUFFIXES
@@ -25,11 +25,12 @@ from manualpar.data.tokens import TokenFiles
 from manualpar.errors import (
     FILES_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
-    OneSentenceParser,
     print_error,
     require,
 )
+from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import path_flag, user_path
+from manualpar.system.storage.durable_files import check_writable
 
 
 def write_token_files(
@@ -72,39 +73,54 @@ def main(argv: Sequence[str]) -> int:
     `argv` is the command line, the program's name first.
     """
     parser = OneSentenceParser(
-        prog=argv[0],
-        description=(__doc__ or "").replace("manualpar tokenize", argv[0]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=argv[0], description=(__doc__ or "").replace("manualpar tokenize", "{program}")
     )
     parser.add_argument(
-        "--input", required=True, help='a file, a directory, a glob, or "" for the standard library'
+        "--input",
+        required=True,
+        help='A file, a directory, a glob, or "" for the standard library.',
     )
-    parser.add_argument("--output", type=path_flag, required=True, help="the directory to create")
-    parser.add_argument("--source", default="text", choices=("text", *SUFFIXES, "chat"))
+    parser.add_argument("--output", type=path_flag, required=True, help="The directory to create.")
+    parser.add_argument(
+        "--source",
+        default="text",
+        choices=("text", *SUFFIXES, "chat"),
+        help="The format of the files. [default %(default)s]",
+    )
     parser.add_argument(
         "--tokenizer",
         default="",
-        help="a tokenizer.json, or a directory with one; by default, tokens are bytes",
+        help="A tokenizer.json, or a directory with one; by default, tokens are bytes.",
     )
-    parser.add_argument("--field", default="text", help="the field or column with the text")
+    parser.add_argument(
+        "--field", default="text", help="The field or column with the text. [default %(default)s]"
+    )
     parser.add_argument(
         "--held-out",
         type=float,
         default=HELD_OUT,
-        help="the fraction of the documents in eval, and the same fraction in test",
+        help="The fraction of the documents in eval, and the same fraction in test. "
+        "[default %(default)s]",
     )
     parser.add_argument(
         "--template",
         default="",
-        help="for chat, a file with the template; by default, the tokenizer's template",
+        help="For chat, a file with the template; by default, the tokenizer's template.",
     )
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="The number of processes that make tokens. [default %(default)s]",
+    )
     args = parser.parse_args(argv[1:])
     if args.processes < 1:
         parser.error(f"--processes={args.processes}: expected at least 1")
     if not 0 < args.held_out < 0.5:
         parser.error(f"--held-out={args.held_out}: expected a share between 0 and 0.5")
     try:
+        if isinstance(args.output, Path):
+            check_writable(args.output, "--output")
         job = make_job(
             args.source,
             args.input,
@@ -118,9 +134,12 @@ def main(argv: Sequence[str]) -> int:
     except DamagedDataError as error:
         print_error(error)
         return FILES_EXIT_CODE
-    except (OSError, ValueError) as error:
-        named = f"--output={args.output}: " if "config." not in str(error) else ""
-        parser.error(f"{named}{error}")
+    except ValueError as error:
+        is_named = any(name in str(error) for name in ("config.", "--output"))
+        parser.error(str(error) if is_named else f"--output={args.output}: {error}")
+    except OSError as error:
+        where = f"{error.filename or args.output}: {error.strerror or error}"
+        parser.error(f"--output={args.output}: {where}; name another directory.")
     except KeyboardInterrupt:
         print_error("interrupted; run the same command again to continue")
         return INTERRUPTED_EXIT_CODE

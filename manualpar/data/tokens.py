@@ -92,7 +92,9 @@ def load_tokens(
     directory = user_path(path)
     if isinstance(directory, BucketPath) and cache:
         read_description(directory, path)  # Refuses a wrong folder before the files are copied.
-        directory = copied_folder(directory, local_path(cache, "config.data.cache"))
+        directory = copied_folder(
+            directory, local_path(cache, "config.data.cache"), setting="config.data.cache"
+        )
     files = read_description(directory, path)
     file = directory / files.tokenizer if files.tokenizer else ""
     tokenizer = load_tokenizer(str(directory if (directory / TOKENIZER_CONFIG).exists() else file))

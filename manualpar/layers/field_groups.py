@@ -2,14 +2,16 @@
 
 A group is defined in the file of the layer that uses it, and checks its own fields. Models pass it
 to their layers unchanged. `config_field` declares a field once: its default, its *flat* name, and
-the values that a config may have. Flat names are unique among all fields of a model. Configs and
-the tables of `config.json` use flat names, because a command-line flag sets one value.
+the values that a config may have. The docstring of the dataclass explains the field; `--help` shows
+the first sentence. Flat names are unique among all fields of a model. Configs and the tables of
+`config.json` use flat names, because a command-line flag sets one value.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+from manualpar.core.model.option_table import first_sentences
 from manualpar.strategies import Field
 
 # The largest number of layers, minibatches or experts that the program contains one by one. Tracing
@@ -93,11 +95,15 @@ class FlatField:
 
 def find_fields(kind: type[Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, FlatField]]:
     """Yields the fields with a flat name of a dataclass and of the groups in it: (name, field)."""
+    meanings = first_sentences(kind)
     for field in dataclasses.fields(kind):
         inside = (*path, field.name)
         if "flat" in field.metadata:
+            allowed = field.metadata.get("allowed")
+            if allowed is not None:
+                allowed = dataclasses.replace(allowed, meaning=meanings.get(field.name, ""))
             name = field.metadata["flat"] or field.name
-            yield name, FlatField(inside, field.default, field.metadata.get("allowed"))
+            yield name, FlatField(inside, field.default, allowed)
         elif dataclasses.is_dataclass(field.default):
             yield from find_fields(type(field.default), inside)
 

@@ -40,8 +40,8 @@ class Attention(FieldGroup):
       kind: The implementation of attention, see `manualpar.layers.attention.kinds`: `"splash"`,
         `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the mesh.
       window: How many positions a query sees, up to and including its own; 0 for all.
-      global_every: The length of a group of layers; 0 if all layers are alike. The last layer of a
-        group sees all positions, and the other layers see the window.
+      global_every: The length of a group of layers, of which the last layer sees all positions and
+        the others see the window; 0 if all layers are alike.
       soft_cap: The bound `c` of scores: `c * tanh(score / c)`; 0 for none.
       scale: The factor of the products of queries and keys; 0 for `H ** -0.5`.
       query_key_norm: Whether the features of each query and of each key are normalized before they

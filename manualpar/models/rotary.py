@@ -25,7 +25,8 @@ class RotaryScaling(FieldGroup):
     """Slows down the rotation of pairs of features.
 
     Attributes:
-      kind: `""` changes nothing. `"linear"` slows all pairs down by `factor` (Chen et al.,
+      kind: Which pairs slow down: none (`""`), all (`"linear"`), or the pairs with few turns
+        (`"llama3"`). `"linear"` slows all pairs down by `factor` (Chen et al.,
         https://arxiv.org/abs/2306.15595). `"llama3"` counts the turns of a pair in
         `original_length` positions. It slows a pair with less than `low_factor` turns down by
         `factor`, a pair with more than `high_factor` turns not at all, and pairs between these
@@ -76,7 +77,8 @@ class Rotary(FieldGroup):
 
     Attributes:
       base: The base of the rotary frequencies, see `rotary_angles`.
-      local_base: The base in the layers with a window, if layers are of two kinds; 0 for `base`.
+      local_base: The base in the layers with a window, if layers are of two kinds; 0 for the base
+        of the other layers.
       scaling: Slows rotations down. With layers of two kinds only the layers that see all positions
         are scaled.
     """

@@ -83,10 +83,11 @@ class Transformer(nn.Module):
 
     Attributes:
       vocab_size: Tokens of the vocabulary.
-      num_layers: Layers, `L`.
+      num_layers: The number of layers, `L`.
       hidden_size: Features between layers, `D`.
-      num_heads: Query heads, `N`.
-      num_kv_heads: Key and value heads, `K`, a divisor of `num_heads`; 0 for `num_heads`.
+      num_heads: The number of query heads, `N`.
+      num_kv_heads: The number of key and value heads, `K`, a divisor of `num_heads`. 0 stands for
+        `num_heads`.
       mlp_size: Features inside the MLP, `F`, or inside each expert.
       head_size: Features of a head, `H`, an even number; 0 for `hidden_size // num_heads`.
       activation: The activation of the MLP's gates: `"silu"`, or `"gelu"`, GELU approximated by
@@ -112,7 +113,7 @@ class Transformer(nn.Module):
       dtype: The floating-point dtype of the computation, or the name of this dtype.
       remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"` for
         the whole layer, `"dots"` for everything except its products with weights.
-      scan_layers: Whether one layer is compiled and run in a loop, or each layer is compiled.
+      scan_layers: Whether one layer is compiled and run in a loop, instead of each layer.
       bos_token: The token that begins a document; -1 if each sequence is one document. Attention
         does not cross document borders. The tokens before the first such token are a document too.
       annotate: Whether the dims of parameters have names, for logical axis rules: `vocab`, `embed`,

@@ -24,7 +24,7 @@ class Field:
       default: The value for a config without the field, which keeps the behaviour from before the
         field existed. `None` if every config must set the field.
       expected: The allowed values in words, if the other attributes do not say them.
-      meaning: What the field sets, for `--help`.
+      meaning: The purpose of the field in one line, for `--help`.
     """
 
     kind: type
@@ -34,7 +34,7 @@ class Field:
     holds_names: bool = False
     default: Any = None
     expected: str = ""
-    meaning: str = ""
+    meaning: str = dataclasses.field(default="", compare=False)
 
     def expectation(self) -> str:
         """Describes the allowed values in words."""
@@ -72,7 +72,7 @@ class Field:
         low = -math.inf if self.minimum is None else self.minimum
         high = math.inf if self.below is None else self.below
         # NaN fails every comparison, and infinity fails the second.
-        return low <= value < high
+        return low <= value < high and value != -math.inf
 
 
 def _is_name(value: Any) -> bool:
@@ -89,7 +89,16 @@ def _is_rule(value: Any) -> bool:
 
 def fields_of_options(options: OptionTable) -> dict[str, Field]:
     """Returns a `Field` for each option that a config may set, by the option's name."""
-    return {name: _field_of(option) for name, option in options.items() if option.field}
+    fields = {name: _field_of(option) for name, option in options.items() if option.field}
+    return with_meanings(fields, {name: option.meaning for name, option in options.items()})
+
+
+def with_meanings(fields: Mapping[str, Field], meanings: Mapping[str, str]) -> dict[str, Field]:
+    """Returns fields with the meanings of the same names; a field may lack a meaning."""
+    return {
+        name: dataclasses.replace(field, meaning=meanings.get(name, ""))
+        for name, field in fields.items()
+    }
 
 
 def values_of_options(options: OptionTable, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,12 +62,12 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
     Attributes:
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
         gathered again for the backward pass, instead of kept.
-      communicate_every: When a step gathers parameters and scatters gradients. `"minibatch"`: in
-        each minibatch, so a device has only the gathered layers that it computes. `"step"`: once in
-        each step, so a device has all parameters and all gradients during the step. `"gather-step"`
-        gathers once in each step and scatters in each minibatch, so a device has all parameters and
-        its shard of the accumulated gradients. `"step"` and `"gather-step"` keep the gathered
-        parameters and ignore `reshard_after_forward`.
+      communicate_every: When a step gathers parameters and scatters gradients: both in each
+        minibatch (`"minibatch"`), both once (`"step"`), or it gathers once and scatters in each
+        minibatch (`"gather-step"`). With `"minibatch"` a device has only the gathered layers that
+        it computes. With `"step"` it has all parameters and all gradients during the step, and with
+        `"gather-step"` all parameters and its shard of the accumulated gradients. `"step"` and
+        `"gather-step"` keep the gathered parameters and ignore `reshard_after_forward`.
       keep_gathered: The names of parameters or modules (`("head",)` for `head/kernel`) that are
         gathered once in each minibatch and kept until the backward pass. These parameters ignore
         `reshard_after_forward`. Use the option for the last layer, because the backward pass begins

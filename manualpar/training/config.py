@@ -2,12 +2,13 @@
 
 A config file is Python with a `get_config()`, which returns an `ml_collections.ConfigDict`. Each
 field is a number, a string, a bool, a tuple or a dict, so that a flag can set it and JSON can store
-it (tuples become lists). `FIELDS` lists the fields of every config, and `MODEL_FIELDS` the fields
-that a model adds. A config has no other fields, except those of registered strategies. It may leave
-out a field with a default; `complete_config` fills in the default. If a config has a field that
-only other strategies use, the field is checked but not used.
+it (tuples become lists). `manualpar.training.config_fields` lists the fields. A config has no other
+fields, except those of registered strategies. It may leave out a field with a default;
+`complete_config` fills in the default. If a config has a field that only other strategies use, the
+field is checked but not used.
 """
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
@@ -16,168 +17,17 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.core.mesh.compiler_options import OVERLAPS
 from manualpar.core.mesh.mesh_order import check_order
-from manualpar.core.model.options import PROGRAM_OPTIONS
-from manualpar.data.packing import LONG_EXAMPLES
-from manualpar.data.sources import TEXT_SOURCES
 from manualpar.errors import nearest
-from manualpar.layers.attention.context import CONTEXT_ATTENTIONS
-from manualpar.layers.field_groups import LARGEST_FLOAT, MOST_WRITTEN_OUT, config_fields
-from manualpar.layers.pipeline.stages import KEEPS, SCHEDULES
-from manualpar.layers.ring_chunks import LAYER_OVERLAPS
-from manualpar.models.transformer import DTYPES, Transformer
-from manualpar.strategies import BUILT_IN, Field, strategy_kinds
-from manualpar.strategies.fields import fields_of_options
+from manualpar.layers.field_groups import MOST_WRITTEN_OUT
+from manualpar.strategies import strategy_kinds
+from manualpar.strategies.fields import Field
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
+from manualpar.training.config_fields import DICT_FIELDS, FIELDS, MODEL_FIELDS
 from manualpar.training.config_files import one_line, run_config_file
-from manualpar.training.monitoring.trackers import TRACKERS
 from manualpar.training.optimizer import check_optimizer
 
 OWN = "own"  # The name of a model that is given in Python.
-ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
-LONGEST_SECONDS = 1e6  # Every clock and timer accepts this duration.
-_IF_IT_HAS = "The argument {} of an optimizer that has it, unless optimizer.arguments has it."
-# What `manualpar.training.optimizer` reads.
-OPTIMIZER_FIELDS: Mapping[str, Field] = {
-    "optimizer.name": Field(
-        str,
-        default="adamw",
-        expected="the name of an optimizer",
-        meaning="An optimizer of optax or optax.contrib, such as lion, muon or sgd.",
-    ),
-    "optimizer.arguments": Field(
-        dict,
-        default={},
-        expected="a dict such as {'nesterov': True}",
-        meaning="Arguments of the optimizer that have no field; optax has the list.",
-    ),
-    "optimizer.learning_rate": Field(
-        float, 0, below=LARGEST_FLOAT, meaning="The learning rate at the end of the warm-up."
-    ),
-    "optimizer.warmup_steps": Field(
-        int,
-        0,
-        below=2**31,
-        meaning="The steps in which the learning rate rises, at most as many as the run has.",
-    ),
-    "optimizer.weight_decay": Field(
-        float,
-        0,
-        below=LARGEST_FLOAT,
-        meaning="The argument weight_decay; must be 0 if the optimizer has none.",
-    ),
-    "optimizer.decay_mask": Field(
-        tuple,
-        holds_names=True,
-        default=(),
-        expected="a tuple of globs such as ('*kernel', '!*embedding*')",
-        meaning="The parameters to decay, by globs on their paths; ! spares parameters. By default "
-        "all but biases, scales and arrays of fewer than two dims.",
-    ),
-    "optimizer.b1": Field(float, 0, below=1, meaning=_IF_IT_HAS.format("b1")),
-    "optimizer.b2": Field(float, 0, below=1, meaning=_IF_IT_HAS.format("b2")),
-    "optimizer.clip_norm": Field(
-        float, 0, below=LARGEST_FLOAT, meaning="The largest norm of the gradient; 0 for no limit."
-    ),
-    "schedule.name": Field(
-        str,
-        default="cosine_decay_schedule",
-        expected="the name of a schedule",
-        meaning="A schedule of optax for the steps after the warm-up, such as constant_schedule.",
-    ),
-    "schedule.arguments": Field(
-        dict,
-        default={},
-        expected="a dict such as {'alpha': 0.1}",
-        meaning="Arguments of the schedule. Its length is by default the rest of the run.",
-    ),
-}
-
-FIELDS: Mapping[str, Field] = {
-    "seed": Field(int, 0, below=2**32),
-    "profile": Field(str),
-    "data.batch_size": Field(int, 1, below=2**31),
-    "data.prefetch": Field(int, 1, below=2**10),  # Each prefetched batch takes a thread.
-    "model.name": Field(str, expected="'classifier', 'transformer' or module:function"),
-    "model.lora": Field(tuple, holds_names=True, default=()),
-    "model.int8": Field(tuple, holds_names=True, default=()),
-    "model.lora_alpha": Field(float, 0, below=LARGEST_FLOAT, default=16.0),
-    **OPTIMIZER_FIELDS,
-    "optimizer.ema_decay": Field(float, 0, below=1, default=0.0),
-    "parallel.strategy": Field(str),  # One of `strategy_kinds()`, see `fields_of`.
-    "parallel.mesh": Field(dict, expected="a dict of axis sizes such as {'data': -1}"),
-    "parallel.mesh_order": Field(tuple, holds_names=True),
-    "parallel.overlap": Field(str, choices=OVERLAPS),
-    "training.num_steps": Field(int, 1, below=2**31),
-    "training.eval_every_steps": Field(int, 0),
-    "training.eval_batches": Field(int, 0),
-    "training.log_every_steps": Field(int, 1),
-    "training.on_nonfinite": Field(str, choices=ON_NONFINITE),
-    "training.trackers": Field(
-        tuple,
-        choices=tuple(TRACKERS),
-        holds_names=True,
-        default=(),
-        meaning="The services that get the metrics: wandb, mlflow, trackio.",
-    ),
-    "training.project": Field(
-        str, default="manualpar", meaning="The name of the project in the trackers."
-    ),
-    "checkpoint.every_steps": Field(int, 0),
-    "checkpoint.keep": Field(int, 1),
-    "checkpoint.keep_every_steps": Field(int, 0),
-    "checkpoint.best_metric": Field(str),
-    "checkpoint.on_corruption": Field(str, choices=("stop", "previous")),
-    "watch.lost_seconds": Field(float, 1, below=LONGEST_SECONDS),
-    "watch.stall_seconds": Field(float, 0, below=LONGEST_SECONDS),
-    "debug.check_replicas_every": Field(int, 0),
-    "debug.draw_sharding": Field(str),
-    **{
-        PROGRAM_OPTIONS[name].field: field
-        for name, field in fields_of_options(PROGRAM_OPTIONS).items()
-    },
-    **{f"parallel.{name}": field for kind in BUILT_IN for name, field in kind.fields.items()},
-}
-MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
-    "classifier": {
-        "data.source": Field(str, choices=("digits", "synthetic")),
-        "model.hidden_size": Field(int, 1),
-        "model.num_classes": Field(int, 1, below=2**31),
-        "model.dropout_rate": Field(float, 0, below=1),
-        "model.num_layers": Field(int, 1),
-        "model.dtype": Field(str, choices=DTYPES),
-    },
-    "transformer": {
-        "data.source": Field(str, choices=(*TEXT_SOURCES, "mixture")),
-        "data.path": Field(str),
-        "data.sequence_length": Field(int, 1, below=2**31),
-        "data.tokenizer": Field(str),
-        "data.field": Field(str, default="text"),
-        "data.held_out": Field(float, 0, below=0.5, default=0.02),
-        "data.cache": Field(str, default=""),
-        "data.mixture": Field(tuple, holds_names=True, default=()),
-        "model.from_hf": Field(str, default=""),
-        "model.vocab_size": Field(int, 0, below=2**31, default=0),  # 0: the tokenizer's.
-        "data.template": Field(str, default=""),
-        "data.long_examples": Field(str, choices=LONG_EXAMPLES, default="error"),
-        **{f"model.{name}": field for name, field in config_fields(Transformer)},
-        "training.label_smoothing": Field(float, 0, below=1),
-        "training.z_loss": Field(float, 0, below=LARGEST_FLOAT),
-        "parallel.sequence": Field(bool),
-        "parallel.layer_overlap": Field(str, choices=LAYER_OVERLAPS),
-        "parallel.context_attention": Field(str, choices=CONTEXT_ATTENTIONS),
-        "parallel.pipeline": Field(str, choices=SCHEDULES),
-        "parallel.pipeline_chunks": Field(int, 1, below=MOST_WRITTEN_OUT + 1),
-        "parallel.pipeline_keep": Field(str, choices=KEEPS),
-        # Each token takes one forward pass of the model.
-        "sample.num_tokens": Field(int, 0, below=10**6),
-        "sample.prompt": Field(str),
-        "sample.temperature": Field(float, 0, below=LARGEST_FLOAT),
-    },
-}
-# Fields whose value is a dict. Any other dict is a group of fields.
-DICT_FIELDS = frozenset(name for name, field in FIELDS.items() if field.kind is dict)
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
@@ -215,7 +65,7 @@ def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str
     return {
         **FIELDS,
         **own_fields(values),
-        "parallel.strategy": Field(str, choices=tuple(kinds)),
+        "parallel.strategy": dataclasses.replace(FIELDS["parallel.strategy"], choices=tuple(kinds)),
         **MODEL_FIELDS.get(str(values.get("model.name")), {}),
         **({f"parallel.{name}": field for name, field in kind.fields.items()} if kind else {}),
     }
@@ -231,7 +81,7 @@ def own_fields(values: Mapping[str, Any]) -> dict[str, Field]:
     if not is_own(values.get("model.name")):
         return {}
     names = [x for x in values if x.startswith(("model.", "data.")) and x not in FIELDS]
-    return {name: Field(type(values[name])) for name in names}
+    return {name: Field(type(values[name]), meaning="A field of this config.") for name in names}
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from manualpar.data import BatchStream
 from manualpar.errors import UsageError
 from manualpar.system.cluster.agreement import from_first
 from manualpar.system.storage import AnyPath, BucketPath
+from manualpar.system.storage.durable_files import check_writable
 from manualpar.system.storage.untrusted import parse_object, read_object
 from manualpar.training.checkpoints import CheckpointError, Checkpoints, Restored, check_resumable
 from manualpar.training.checkpoints.failures import explain_failure
@@ -79,12 +80,15 @@ def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> 
         or a file has a name that a checkpoint needs.
       OSError: The checkpoints in the folder cannot be listed.
     """
+    if workdir is None:
+        check_writable(RUNS, "--workdir")
+        return []
     # Writing to a bucket is tested later, when the run locks the workdir.
     if not isinstance(workdir, BucketPath):
-        _check_writable(RUNS if workdir is None else workdir)
-    if workdir is None:
-        return []
-    if workdir.exists() and not workdir.is_dir():
+        if os.path.isfile(workdir):
+            check_workdir(workdir)
+        check_writable(workdir, "--workdir")
+    elif workdir.exists() and not workdir.is_dir():
         check_workdir(workdir)
     # This code runs before the devices are chosen, so it must not use JAX.
     if config.checkpoint.every_steps:
@@ -92,21 +96,6 @@ def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> 
     elif not open_folder(workdir / FOLDER).steps():
         check_workdir(workdir)
     return check_continues(config, workdir)
-
-
-def _check_writable(folder: Path) -> None:
-    """Refuses a folder that cannot be written to or created, without creating it."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-        return
-    reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
-    if there != folder:
-        raise ValueError(
-            f"the results cannot be written to {folder}: {there} {reason}; name another folder "
-            "with --workdir."
-        )
-    if there.is_dir():
-        raise ValueError(f"the results cannot be written: {folder} {reason}; name another folder.")
 
 
 def check_continues(config: ml_collections.ConfigDict, workdir: AnyPath) -> list[str]:

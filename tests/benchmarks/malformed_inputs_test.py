@@ -10,7 +10,8 @@ from configs import fsdp
 from manualpar.commands.command_line import parse_command_line
 from manualpar.data import load_dataset
 from manualpar.errors import UsageError
-from manualpar.training.config import FIELDS, MODEL_FIELDS, check_config
+from manualpar.training.config import check_config
+from manualpar.training.config_fields import FIELDS, MODEL_FIELDS
 
 
 @pytest.fixture(scope="module")

@@ -215,7 +215,7 @@ def test_a_mode_without_a_formula_and_an_unsharded_strategy(capsys):
         (["--config.parallel.mesh={'data': -1}"], "expected 'replica' too"),
         (["--config.parallel.reduce_dtype=float32"], "config.parallel.mode is 'auto', expected ''"),
         (["--workdir=old"], "--output=old holds an earlier run (config.json)"),
-        (["--workdir=old/config.json/new"], "the results cannot be written: "),
+        (["--workdir=old/config.json/new"], "the results cannot be written to old/config.json/new"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_ends_in_one_sentence(arguments, message, capsys):

@@ -143,7 +143,7 @@ def test_a_model_takes_the_tokenizer_of_its_token_files_along(
     limit_files(4000)
     assert export_main(export) == 6
     error = capsys.readouterr().err
-    assert f"error: export_hf: {tmp_path / 'out'} cannot be written: File too large." in error
+    assert f"error: export_hf: {tmp_path / 'out'} cannot be written: File too large;" in error
     assert not list(tmp_path.glob("*out*")) + list(tmp_path.glob(".*out*"))
     limit_files(2**30)
     assert export_main(export) == 0

@@ -305,7 +305,7 @@ def test_memory_is_a_size_or_a_chip():
         (["--budget=b.toml"], "b.toml has no budget [fsdp]; the nearest one is [fsdp_lm]. Write "),
         (["--budget=c.toml"], "c.toml: [fsdp] is for devices=4, but the step is for 8; i"),
         (["--output=old"], "--output=old holds an earlier run (config.json), which is not overwri"),
-        (["--output=text.json/new"], "the results cannot be written: "),
+        (["--output=text.json/new"], "the results cannot be written to text.json/new: "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_ends_in_one_sentence(arguments, message, capsys):

@@ -228,7 +228,7 @@ def test_results_that_the_disk_does_not_take_are_one_sentence(capsys, monkeypatc
     monkeypatch.setattr(planner_command, "draw_plans", draw)
     assert plan_command(_command(CLASSIFIER, "--topology=h100:8", "--workdir=full")) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: the results cannot be written: [Errno 28] No space left on ")
+    assert error.startswith("error: the results cannot be written: full: No space left on device;")
     assert error.endswith("; name another folder with --output.\n")
 
 

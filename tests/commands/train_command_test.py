@@ -286,5 +286,5 @@ def test_help_lists_flags_and_fields(name, capsys, monkeypatch):
     assert f"python -m experiments.{name}" in shown
     for text in ("--config", "--workdir", "--devices", "optimizer.learning_rate", "0.003"):
         assert text in shown
-    mode = "manual  (one of 'manual', 'auto', 'explicit', 'auto-unconstrained')\n"
-    assert f"{mode}      Who writes the collectives.\n" in shown
+    assert "--parallel.mode=manual\n      Who writes the collectives: this package" in shown
+    assert "[one of 'manual', 'auto', 'explicit', 'auto-unconstrained';" in " ".join(shown.split())

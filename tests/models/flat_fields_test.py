@@ -22,7 +22,7 @@ from manualpar.models.flat_fields import (
     nest_fields,
     with_fields,
 )
-from manualpar.training.config import MODEL_FIELDS
+from manualpar.training.config_fields import MODEL_FIELDS
 
 FIELDS = {
     "num_layers": 2,

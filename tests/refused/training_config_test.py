@@ -10,7 +10,8 @@ from configs import fsdp, fsdp_lm, tp_lm
 from manualpar.core.mesh.devices import MOST, simulate_devices
 from manualpar.training import memory_check
 from manualpar.training.checkpoints.compatibility import REMOVED, RENAMED
-from manualpar.training.config import FIELDS, MODEL_FIELDS, check_config, complete_config
+from manualpar.training.config import check_config, complete_config
+from manualpar.training.config_fields import FIELDS, MODEL_FIELDS
 from manualpar.training.experiment import prepare
 from tests.refused.sentences import cases, literally
 from tests.refused.table import check_refused, rows

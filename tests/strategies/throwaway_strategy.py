@@ -33,6 +33,11 @@ register(
         "zero_in_16_bits",
         zero_in_16_bits,
         color="#D55E00",
-        fields={**STATE_SHARDING_FIELDS, "stored_dtype": Field(str, choices=("bfloat16",))},
+        fields={
+            **STATE_SHARDING_FIELDS,
+            "stored_dtype": Field(
+                str, choices=("bfloat16",), meaning="The dtype in which parameters are stored."
+            ),
+        },
     )
 )

@@ -7,13 +7,13 @@ from configs import fsdp, fsdp_lm
 from manualpar.strategies import Field
 from manualpar.training.checkpoints.compatibility import check_resumable
 from manualpar.training.config import (
-    FIELDS,
     check_config,
     complete_config,
     field_defaults,
     fields_of,
     flatten_config,
 )
+from manualpar.training.config_fields import FIELDS
 
 
 def _set(config: ml_collections.ConfigDict, name: str, value):

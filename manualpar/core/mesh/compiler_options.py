@@ -119,9 +119,13 @@ class ChosenOptions:
     why: str = ""
 
     def __str__(self) -> str:
+        return self.describe() if self.why else ""
+
+    def describe(self) -> str:
+        """Describes the options, and the reason for them if there is one."""
         named = [f"{name}={value}" for name, value in self.options.items()]
         shown = ", ".join(named) or "the compiler's defaults"
-        return f"{shown} ({self.why})" if self.why else ""
+        return f"{shown} ({self.why})" if self.why else shown
 
 
 def choose_options(

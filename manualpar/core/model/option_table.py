@@ -106,11 +106,7 @@ def option_table(options: type, *, beyond: OptionTable = types.MappingProxyType(
       options: The `TypedDict`. Each annotation is `Annotated[kind, Option(...)]`.
       beyond: Options to leave out, such as those of the class that `options` extends.
     """
-    documented = inspect.getdoc(options) or ""
-    meanings = {
-        name: re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
-        for name, text in _ENTRY.findall(documented)
-    }
+    meanings = first_sentences(options)
     table = {}
     for name, annotation in typing.get_type_hints(options, include_extras=True).items():
         if name in beyond:
@@ -121,6 +117,14 @@ def option_table(options: type, *, beyond: OptionTable = types.MappingProxyType(
             option, name=name, kind=kind, required=required, meaning=meanings.get(name, "")
         )
     return table
+
+
+def first_sentences(documented: object) -> dict[str, str]:
+    """Returns the first sentence of each entry in the `Attributes:` or `Args:` of a docstring."""
+    return {
+        name: re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
+        for name, text in _ENTRY.findall(inspect.getdoc(documented) or "")
+    }
 
 
 def check_options(builder: str, options: Mapping[str, Any], table: OptionTable) -> None:

@@ -55,25 +55,27 @@ class ProgramOptions(TypedDict, total=False):
         device holds the activations of only one minibatch.
       use_scan: Whether the minibatches run in a `jax.lax.scan`, which is compiled once, instead of
         a Python loop.
-      mode: Who writes the collectives. `"manual"`: this package, inside `shard_map`.
+      mode: Who writes the collectives: this package (`"manual"`), or XLA (the other modes).
+        `"manual"`: this package, inside `shard_map`.
         `"auto"`: XLA, from sharding constraints where a parameter is used. `"explicit"`: XLA, where
         the types require them. `"auto-unconstrained"`: XLA, from only the layout of the state.
         The docstrings of builders state the communication in mode `"manual"`.
       rules: The mesh axes of logical names in `nn.with_logical_partitioning`: pairs of a name and a
         mesh axis, a tuple of axes, or `None`.
-      trainable: Globs over the paths of parameters, such as `("*/attention/*", "head/*")`; `*`
-        matches `/` too. All other parameters are *frozen*: they stay the same, bit for bit, have no
-        gradient and no optimizer state, and may be of any dtype. They are sharded and gathered like
-        trained parameters. If not given, the model decides; most models train all parameters.
-      param_dtype: The floating-point dtype, by name, in which parameters are stored and updated. If
-        not given, the model's dtype.
-      frozen_dtype: The dtype, by name, in which frozen parameters are stored. If not given,
+      trainable: Globs over the paths of the parameters to train, such as `("*/attention/*",
+        "head/*")`; by default the model decides. Most models train all parameters. `*` matches `/`
+        too. All other parameters are *frozen*: they stay the same, bit for bit, have no gradient
+        and no optimizer state, and may be of any dtype. They are sharded and gathered like trained
+        parameters.
+      param_dtype: The floating-point dtype, by name, in which parameters are stored and updated; by
+        default the model's dtype.
+      frozen_dtype: The dtype, by name, in which frozen parameters are stored; by default
         `param_dtype`.
-      gather_dtype: The dtype in which parameters are gathered and computed with. If not given, the
+      gather_dtype: The dtype in which parameters are gathered and computed with; by default the
         dtype in which they are stored. A frozen parameter whose stored dtype is as narrow or
         narrower is not cast.
-      reduce_dtype: The dtype in which gradients are summed over devices. If not given,
-        `gather_dtype`, and without that the dtype in which parameters are stored.
+      reduce_dtype: The dtype in which gradients are summed over devices; by default `gather_dtype`,
+        and without that the dtype in which parameters are stored.
       gather_code: The quantizer of parameters that are gathered over the axes of the batch: qwZ of
         ZeRO++. `"int8"` rounds to the nearest, and sends 8 bits for each number and 2 bytes for
         each block of 256 numbers. The model computes with the quantized parameters, and the

@@ -55,10 +55,10 @@ class Context(FieldGroup):
 
     Attributes:
       axis: The mesh axis; `None` for none. If the mesh lacks the axis, sequences are not split.
-      how: The communication of attention. `"ring"`: keys and values are sent around a ring while
-        each device computes, and memory does not grow with the length of the sequence. `"ulysses"`:
-        each device gets all positions of some heads (Jacobs et al.,
-        https://arxiv.org/abs/2309.14509). `"gather"`: each device gets all keys and values.
+      how: The communication of attention: `"ring"` sends keys and values around a ring while each
+        device computes, `"ulysses"` gives each device all positions of some heads, and `"gather"`
+        gives it all keys and values. With `"ring"` memory does not grow with the length of the
+        sequence. `"ulysses"` is by Jacobs et al., https://arxiv.org/abs/2309.14509.
     """
 
     axis: str | None = flat_field(None, "context_axis")

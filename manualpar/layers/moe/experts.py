@@ -38,7 +38,8 @@ class Experts(FieldGroup):
       shared_size: The total features of the shared experts, which compute every token; 0 for none.
       shared_is_gated: Whether the output of the shared experts is multiplied by a gate.
       dense_layers: How many layers at the beginning of the model have an MLP in place of experts.
-      dense_mlp_size: The features inside the MLPs of these layers; 0 for `mlp_size`.
+      dense_mlp_size: The features inside the MLPs of the first `dense_layers` layers; 0 for
+        `mlp_size`.
     """
 
     num_experts: int = config_field(0, "", 0, below=MOST_WRITTEN_OUT + 1, required=True)

@@ -34,10 +34,11 @@ class Pipeline:
 
     Attributes:
       axis: The mesh axis; each device along it is a stage.
-      schedule: `"1f1b"` (the default) begins each microbatch's backward pass as soon as possible,
-        so that memory does not grow with the number of microbatches. `"gpipe"` runs all
-        forward passes first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2;
-        Huang et al., https://arxiv.org/abs/1811.06965.)
+      schedule: The order of the passes: `"1f1b"` (the default) begins each microbatch's backward
+        pass as soon as possible, and `"gpipe"` runs all forward passes first. With `"1f1b"` memory
+        does not grow with the number of microbatches. (Narayanan et al.,
+        https://arxiv.org/abs/2104.04473, section 2.2; Huang et al.,
+        https://arxiv.org/abs/1811.06965.)
       chunks: The number of chunks of consecutive layers on a stage. With more chunks a device is
         idle for less time, but sends more and keeps more activations.
       keep: What a stage keeps of a microbatch until its backward pass: `"residuals"`, like

@@ -25,7 +25,7 @@ def model_directory(directory: GivenPath, *, weights: bool = True) -> Path:
 
     Raises:
       ValueError: There is no model in the bucket, or the bucket cannot be read.
-      OSError: The copy cannot be written.
+      FolderError: The copy cannot be written.
     """
     path = user_path(directory)
     if not isinstance(path, BucketPath):

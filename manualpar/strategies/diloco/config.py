@@ -7,22 +7,13 @@ import optax
 
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
+from manualpar.core.model.option_table import first_sentences
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.parameters.block_quantization import Quantization
 from manualpar.core.program.program import Program
 from manualpar.strategies.diloco.builder import diloco
-from manualpar.strategies.fields import Field
+from manualpar.strategies.fields import Field, with_meanings
 from manualpar.strategies.registry import strategy_kinds
-
-FIELDS: Mapping[str, Field] = {
-    "inner": Field(str, choices=("dp", "zero1", "zero2", "fsdp"), default="fsdp"),
-    "every": Field(int, 1, default=10),
-    "outer_learning_rate": Field(float, 0, below=1e38, default=1.0),
-    "outer_momentum": Field(float, 0, below=1, default=0.0),
-    "outer_code": Field(str, choices=("", *get_args(Quantization)), default=""),
-    "outer_fragments": Field(int, 1, default=1),
-    "outer_overlap": Field(bool, default=False),
-}
 
 
 def diloco_of_config(
@@ -66,3 +57,17 @@ def diloco_of_config(
         outer_code=outer_code or None,
         **known_options,
     )
+
+
+FIELDS: Mapping[str, Field] = with_meanings(
+    {
+        "inner": Field(str, choices=("dp", "zero1", "zero2", "fsdp"), default="fsdp"),
+        "every": Field(int, 1, default=10),
+        "outer_learning_rate": Field(float, 0, below=1e38, default=1.0),
+        "outer_momentum": Field(float, 0, below=1, default=0.0),
+        "outer_code": Field(str, choices=("", *get_args(Quantization)), default=""),
+        "outer_fragments": Field(int, 1, default=1),
+        "outer_overlap": Field(bool, default=False),
+    },
+    first_sentences(diloco) | first_sentences(diloco_of_config),
+)

@@ -31,7 +31,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from manualpar.errors import OneSentenceParser
+from manualpar.system.reports.help_text import OneSentenceParser
 
 NOT_STARTED_EXIT_CODE = 127
 TOKEN_VARIABLE = "MANUALPAR_TOKEN"
@@ -47,18 +47,17 @@ def main(argv: Sequence[str]) -> int:
     command = arguments[at + 1 :]
     parser = OneSentenceParser(
         prog=argv[0],
-        usage="%(prog)s --processes=N [--devices-per-process=N] [--grace=SECONDS] -- command ...",
-        description="Starts several processes of a command on this machine.",
+        description=(__doc__ or "").replace("manualpar launch", "{program}", 1),
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", required=True, help="the number of processes")
+    parser.add_argument("--processes", required=True, help="The number of processes.")
     parser.add_argument(
-        "--devices-per-process", help="the number of CPU devices that each process simulates"
+        "--devices-per-process", help="The number of CPU devices that each process simulates."
     )
     parser.add_argument(
         "--grace",
         default="15",
-        help="the seconds that the other processes have to end after a failure (default: 15)",
+        help="The seconds that the other processes have to end after a failure. [default 15]",
     )
     options = parser.parse_args(arguments[:at])
 

@@ -15,6 +15,7 @@ from manualpar.system.storage.copies import (
     path_flag,
     user_cache,
     user_path,
+    writing_cache,
 )
 from manualpar.system.storage.drafts import (
     FolderError,
@@ -62,4 +63,5 @@ __all__ = [
     "user_cache",
     "user_path",
     "writing",
+    "writing_cache",
 ]

@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from manualpar.system.storage.bucket_path import (
@@ -18,7 +18,8 @@ from manualpar.system.storage.bucket_path import (
     as_path,
     open_for_reading,
 )
-from manualpar.system.storage.requests import ContentError, twice
+from manualpar.system.storage.drafts import FolderError
+from manualpar.system.storage.requests import BucketError, ContentError, twice
 from manualpar.system.storage.services import Version
 
 COPIED_BYTES = 1 << 24  # A file is copied in parts of this size.
@@ -28,7 +29,18 @@ NAME_BYTES = 255  # The longest file name that file systems allow.
 def user_path(text: GivenPath) -> AnyPath:
     """Parses a path that a user gives, as `as_path` does, and expands `~` to the home folder."""
     path = as_path(text)
-    return path if isinstance(path, BucketPath) else path.expanduser()
+    return path if isinstance(path, BucketPath) else _expand(path)
+
+
+def _expand(path: Path) -> Path:
+    """Replaces `~` by the home folder; raises a `ValueError` if the folder is not known."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{path}: the home folder is not known, expected a path without ~, or HOME in the "
+            "environment."
+        ) from None
 
 
 def path_flag(text: str) -> AnyPath:
@@ -76,12 +88,30 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
 
 
 def user_cache() -> Path:
-    """Returns the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manualpar"
+    """Returns the user's cache folder; raises a `ValueError` if the home folder is not known."""
+    return _expand(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "manualpar"
+
+
+@contextlib.contextmanager
+def writing_cache(folder: Path, setting: str = "XDG_CACHE_HOME") -> Iterator[None]:
+    """Turns an `OSError` of a cache into a `FolderError`; `setting` is what chooses the folder."""
+    try:
+        yield
+    except (BucketError, FolderError):
+        raise
+    except OSError as error:
+        raise FolderError(
+            f"the cache {folder} cannot be written to ({error.strerror or error}); set {setting} "
+            "to a folder with room for the files."
+        ) from error
 
 
 def copied_folder(
-    path: BucketPath, cache: Path, *, keep: Callable[[str], bool] = lambda name: True
+    path: BucketPath,
+    cache: Path,
+    *,
+    keep: Callable[[str], bool] = lambda name: True,
+    setting: str = "XDG_CACHE_HOME",
 ) -> Path:
     """Copies a folder to a cache, unless the cache has a copy with the same versions of the files.
 
@@ -94,10 +124,12 @@ def copied_folder(
       path: The folder.
       cache: The folder of all copies. Only one process at a time copies to it.
       keep: Returns whether to copy a file; called with the file's path relative to the folder.
+      setting: The name of the setting that chooses `cache`, for messages.
 
     Raises:
       ContentError: The folder changes during the second copy too, or a file's content does not
         match the server's list.
+      FolderError: The cache cannot be written to.
     """
 
     def versions() -> dict[BucketPath, Version]:
@@ -108,8 +140,9 @@ def copied_folder(
         state = [(str(file.relative_to(path)), version.tag) for file, version in files.items()]
         key = hashlib.blake2b(repr((str(path), state)).encode(), digest_size=8).hexdigest()
         folder = cache / "buckets" / key / _address(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(cache / "buckets" / f"{key}.lock", "w") as lock:
+        with writing_cache(cache, setting), contextlib.ExitStack() as stack:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(cache / "buckets" / f"{key}.lock", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
             for file, version in files.items():
                 _copy(file, version, folder / file.relative_to(path))

@@ -55,9 +55,10 @@ def writing(function: str, folder: AnyPath) -> Iterator[None]:
             "ends, or name another folder."
         ) from None
     except OSError as error:
-        mend = "; make room there, or name another folder" if error.errno in FULL else ""
+        mend = "make room there, or name" if error.errno in FULL else "name"
         raise FolderError(
-            f"{function}: {folder} cannot be written: {error.strerror or error}{mend}."
+            f"{function}: {folder} cannot be written: {error.strerror or error}; {mend} another "
+            "folder."
         ) from error
 
 

@@ -22,6 +22,26 @@ class WriteError(ValueError):
     """Results cannot be written, for example to a full disk; the message is a sentence."""
 
 
+def why_unwritable(folder: Path) -> str:
+    """Returns why a folder can be neither written to nor created; `""` if it can. Creates nothing.
+
+    A reason names the folder or its parent, such as `/data may not be written to`.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not there.is_dir():
+        return f"{there} is a file, not a folder"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written to"
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Raises a `ValueError` that names `flag` if a folder for results cannot be written to."""
+    if reason := why_unwritable(folder):
+        to = "" if reason.startswith(f"{folder} ") else f" to {folder}"
+        raise ValueError(
+            f"the results cannot be written{to}: {reason}; name another folder with {flag}."
+        )
+
+
 @contextlib.contextmanager
 def explained(path: AnyPath) -> Iterator[None]:
     """Turns an `OSError` into a `WriteError` that names the file."""

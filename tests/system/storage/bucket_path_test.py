@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import pathlib
+import re
 
 import pytest
 
@@ -12,12 +13,15 @@ from manualpar.system.storage import (
     BucketError,
     BucketPath,
     ContentError,
+    FolderError,
     Version,
     as_path,
     bucket_path,
     copied_files,
     copied_folder,
     open_for_reading,
+    user_cache,
+    user_path,
 )
 from manualpar.system.storage.services import ObjectPart, Page
 
@@ -147,6 +151,22 @@ def test_a_folder_that_changes_while_it_is_copied_is_copied_anew(server, tmp_pat
     before.clear()
     copy = copied_folder(MODEL, tmp_path / "cache")
     assert {path.read_bytes() for path in copy.iterdir()} == set(there.values())
+
+
+def test_a_cache_that_cannot_be_written_to_is_a_sentence(server, tmp_path, monkeypatch):
+    there, _ = server
+    there.update({"model/a": b"a"})
+    (tmp_path / "file").touch()
+    cache = re.escape(str(tmp_path / "file" / "cache"))
+    message = f"^the cache {cache} cannot be written to .Not a directory.; set XDG_CACHE_HOME to a "
+    with pytest.raises(FolderError, match=message):
+        copied_folder(MODEL, tmp_path / "file" / "cache")
+    with pytest.raises(FolderError, match=r"set config\.data\.cache to a folder"):
+        copied_folder(MODEL, tmp_path / "file" / "cache", setting="config.data.cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name")
+    for unknown in (user_cache, lambda: user_path("~nobody-of-this-name/x")):
+        with pytest.raises(ValueError, match=r"^~nobody-of-this-name.*: the home folder is not kn"):
+            unknown()
 
 
 def test_small_files_of_two_states_are_not_copied(server):

@@ -102,7 +102,8 @@ def test_a_lock_file_that_is_deleted_before_it_is_locked_is_made_again(tmp_path,
 
 def test_errors_of_the_disk_are_sentences(tmp_path):
     full = "make room there, or name another folder."
-    for number, end in ((errno.ENOSPC, f"left on device; {full}"), (errno.EFBIG, "too large.")):
+    large = "too large; name another folder."
+    for number, end in ((errno.ENOSPC, f"left on device; {full}"), (errno.EFBIG, large)):
         with (
             pytest.raises(FolderError, match=f"^save: {tmp_path} cannot be written: .*{end}$"),
             writing("save", tmp_path),
