@@ -69,23 +69,23 @@ def load_dataset(
 
     Raises:
       ValueError: An argument is not allowed, or a file that an argument names is missing or
-        damaged. The message names the argument as `config.data.<argument>`.
+        damaged. The message has the name of the argument in backticks.
     """
     if source == "digits":
         return load_digits()
     if source == "synthetic":
         return make_synthetic(seed)
     if source not in SOURCES:
-        raise ValueError(f"config.data.source is {source!r}, expected one of {', '.join(SOURCES)}.")
+        raise ValueError(f"`source` is {source!r}, expected one of {', '.join(SOURCES)}.")
     if sequence_length < 1:
         raise ValueError(
-            f"config.data.sequence_length is {sequence_length}, expected at least 1 for the source "
+            f"`sequence_length` is {sequence_length}, expected at least 1 for the source "
             f"{source!r}."
         )
     if mixture and source != "mixture":
         raise ValueError(
-            f"config.data.source is {source!r}, expected 'mixture', because config.data.mixture "
-            "has entries; or set config.data.mixture=()."
+            f"`source` is {source!r}, expected 'mixture', because `mixture` "
+            "has entries; or set `mixture=()`."
         )
 
     def load(source: str, path: str, *, field: str, tokenizer: str) -> LanguageDataset:
@@ -110,7 +110,7 @@ def load_dataset(
         )
     if source == "tokens" and tokenizer:
         raise ValueError(
-            f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', because "
+            f"`tokenizer` is {tokenizer!r}, expected '' for the source 'tokens', because "
             "a directory of token files holds its own tokenizer."
         )
     return load(source, path, field=field, tokenizer=tokenizer)
@@ -122,7 +122,7 @@ def load_digits() -> ClassificationDataset:
     1,293 digits are for training, 144 for evaluation and 360 for the test. The splits are the same
     in every run. Each split has the ten digits in the same proportions as the full data.
     """
-    require("config.data.source='digits'", "sklearn")
+    require("`source='digits'`", "sklearn")
     # Imported here, because the import of scikit-learn takes a second.
     import sklearn.datasets
     from sklearn.model_selection import train_test_split

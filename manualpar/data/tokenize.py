@@ -26,10 +26,15 @@ from manualpar.errors import (
     FILES_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     OneSentenceParser,
+    naming_arguments,
     print_error,
     require,
 )
 from manualpar.system.storage import path_flag, user_path
+
+# The flag for each argument of `make_job`.
+FLAGS = {"path": "--input", "source": "--source", "tokenizer": "--tokenizer", "field": "--field"}
+FLAGS |= {"held_out": "--held-out", "template": "--template"}
 
 
 def write_token_files(
@@ -60,10 +65,11 @@ def write_token_files(
     Raises:
       ValueError: There is no text or no tokenizer, or the directory is not empty.
     """
-    job = make_job(
-        source, text, tokenizer=tokenizer, field=field, held_out=held_out, template=template
-    )
-    return run_job(job, user_path(output), processes=processes)
+    with naming_arguments({"path": "`text`"}):
+        job = make_job(
+            source, text, tokenizer=tokenizer, field=field, held_out=held_out, template=template
+        )
+        return run_job(job, user_path(output), processes=processes)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,22 +111,23 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < args.held_out < 0.5:
         parser.error(f"--held-out={args.held_out}: expected a share between 0 and 0.5")
     try:
-        job = make_job(
-            args.source,
-            args.input,
-            tokenizer=args.tokenizer,
-            field=args.field,
-            held_out=args.held_out,
-            template=args.template,
-        )
-        with _shown(job.size) as report:
-            written = run_job(job, args.output, processes=args.processes, report=report)
+        with naming_arguments(FLAGS):
+            job = make_job(
+                args.source,
+                args.input,
+                tokenizer=args.tokenizer,
+                field=args.field,
+                held_out=args.held_out,
+                template=args.template,
+            )
+            with _shown(job.size) as report:
+                written = run_job(job, args.output, processes=args.processes, report=report)
     except DamagedDataError as error:
         print_error(error)
         return FILES_EXIT_CODE
     except (OSError, ValueError) as error:
-        named = f"--output={args.output}: " if "config." not in str(error) else ""
-        parser.error(f"{named}{error}")
+        is_named = any(flag in str(error) for flag in FLAGS.values())
+        parser.error(str(error) if is_named else f"--output={args.output}: {error}")
     except KeyboardInterrupt:
         print_error("interrupted; run the same command again to continue")
         return INTERRUPTED_EXIT_CODE

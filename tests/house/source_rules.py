@@ -18,7 +18,8 @@ MAX_LINES = 400
 # folder, and of the folders that are before it in the list.
 WINGS = ("errors", "core", "strategies", "layers", "inspect", "system")
 WINGS += ("data", "models", "training", "planner", "commands")
-CORE = ("trees", "tracing", "mesh", "parameters", "state", "modes", "model", "checks", "program")
+CORE = ("trees", "summary", "tracing", "mesh", "parameters", "state", "modes", "model")
+CORE += ("checks", "program")
 # Loose files: the public names, those that have moved, and what `python -m` finds.
 FRONT = (
     "manualpar",
