@@ -1,7 +1,7 @@
 """Loads a dataset by the name of its source, which is one of `SOURCES`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from manualpar.data.dataset import (
     LanguageDataset,
     make_fingerprint,
 )
-from manualpar.data.document_files import SUFFIXES
 from manualpar.data.mixture import mix, parse_mixture
 from manualpar.data.packing import LongExamples
 from manualpar.data.text import load_text
@@ -22,8 +21,11 @@ from manualpar.data.tokenizer import load_tokenizer
 from manualpar.data.tokens import load_tokens
 from manualpar.errors import require
 
-TEXT_SOURCES = ("text", "tokens", *SUFFIXES, "chat")
-SOURCES = ("digits", "synthetic", *TEXT_SOURCES, "mixture")
+ClassificationSource = Literal["digits", "synthetic"]
+TextSource = Literal["text", "tokens", "jsonl", "parquet", "arrayrecord", "chat"]
+LanguageSource = Literal[TextSource, "mixture"]
+TEXT_SOURCES = get_args(TextSource)
+SOURCES = (*get_args(ClassificationSource), *get_args(LanguageSource))
 # The seed for dividing `digits` into splits. It is fixed, so that the splits do not depend on the
 # seed of a run.
 DIGITS_SPLIT_SEED = 0
@@ -31,6 +33,38 @@ DIGITS_TEST_EXAMPLES = 360
 DIGITS_EVAL_EXAMPLES = 144
 
 
+@overload
+def load_dataset(source: ClassificationSource, *, seed: int) -> ClassificationDataset: ...
+@overload
+def load_dataset(
+    source: LanguageSource,
+    *,
+    seed: int,
+    path: str = "",
+    sequence_length: int = 0,
+    tokenizer: str = "",
+    field: str = "text",
+    held_out: float = HELD_OUT,
+    cache: str = "",
+    mixture: Sequence[str] = (),
+    template: str = "",
+    long_examples: LongExamples = "error",
+) -> LanguageDataset: ...
+@overload
+def load_dataset(
+    source: str,
+    *,
+    seed: int,
+    path: str = "",
+    sequence_length: int = 0,
+    tokenizer: str = "",
+    field: str = "text",
+    held_out: float = HELD_OUT,
+    cache: str = "",
+    mixture: Sequence[str] = (),
+    template: str = "",
+    long_examples: LongExamples = "error",
+) -> Dataset: ...
 def load_dataset(
     source: str,
     *,

@@ -161,6 +161,7 @@ from flax import nnx
 
 import manualpar
 from manualpar import Batch, TrainState, inspect, make_mesh, print_metrics
+from manualpar.data import load_dataset
 
 
 class Model(nn.Module):
@@ -190,7 +191,9 @@ state: TrainState = program.init(jax.random.key(0))
 state, metrics = program.train_step(state, batch)
 print_metrics(metrics)
 total, count = metrics["loss"]
-print(float(total / count), state.params["Dense_0"]["kernel"].sharding)
+print(float(total / count), state.params["Dense_0"]["kernel"].sharding, state.step.devices())
+print(load_dataset("digits", seed=0).num_classes)
+print(load_dataset("text", seed=0, sequence_length=32).tokenizer.vocab_size)
 reveal_type(program)
 reveal_type(manualpar.fsdp(Own, tx, loss_fn, mesh=mesh, batch=batch))
 reveal_type(manualpar.data_parallel(Model(), tx, loss_fn, mesh=mesh, batch=batch))

@@ -40,7 +40,9 @@ class TrainState(Summarized, train_state.TrainState, repr=False):
       tx: The optax optimizer (static).
     """
 
-    params: Params  # In flax's class a `FrozenDict`, which type checkers would show.
+    # Flax declares these as `int | jax.Array` and as a `FrozenDict`.
+    step: jax.Array
+    params: Params
     rng: jax.Array
     collections: dict[str, Any] = flax.struct.field(default_factory=dict)
     local: dict[str, Any] = flax.struct.field(default_factory=dict)
