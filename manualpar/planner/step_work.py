@@ -145,8 +145,8 @@ def read_work(
     if program.mode != "manual":
         raise ValueError(
             f"roofline: the program has mode={program.mode!r}, expected 'manual', because in other "
-            "modes XLA chooses the collectives. Set config.parallel.mode to 'manual', or compile "
-            "the program with --compiler=tpu."
+            "modes XLA chooses the collectives. Build the program with mode='manual' (in a config "
+            "config.parallel.mode), or compile it with --compiler=tpu."
         )
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     jaxpr, around = traced.jaxpr.jaxpr, Around(spread=program.mesh.size)
