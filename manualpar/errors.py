@@ -7,12 +7,14 @@ A command answers a user's mistake with one sentence and exit code 2, without a 
 Then the error for a missing package is a sentence that says how to install the package.
 """
 
+import contextlib
 import difflib
 import importlib.util
+import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 USAGE_EXIT_CODE = 2
@@ -21,6 +23,8 @@ INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
 # JAX adds a note about the shortened traceback to errors. The note contains this word.
 JAX_NOTE = "JAX_TRACEBACK_FILTERING"
 OUR_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "experiments")
+# An argument in a message: its name, and a value if it has one.
+_ARGUMENT = re.compile(r"`(\w+)((?:=[^`]*)?)`")
 LIBRARIES = tuple(
     map(Path, {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 )
@@ -55,6 +59,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
     return max(sorted(known), key=likeness)
+
+
+@contextlib.contextmanager
+def naming_arguments(names: Mapping[str, str]) -> Iterator[None]:
+    """Names in an error's message what the user has set, in place of a function's arguments.
+
+    A context manager. Messages have the names of arguments in backticks, also with a value:
+    `path`, `path='x'`. `names` has the user's name for each argument, such as `config.data.path`.
+    """
+
+    def rename(text: str) -> str:
+        return _ARGUMENT.sub(lambda x: f"{names[x[1]]}{x[2]}" if x[1] in names else x[0], text)
+
+    try:
+        yield
+    except ValueError as error:
+        if len(error.args) == 1:  # A `UnicodeError` has more.
+            error.args = (rename(str(error)),)
+            if isinstance(error, ImportError):
+                error.msg = error.args[0]
+        if notes := getattr(error, "__notes__", []):
+            error.__notes__ = list(map(rename, notes))
+        raise
 
 
 def print_error(error: object) -> None:

@@ -58,7 +58,7 @@ class ChatEncoder:
             made = self._examples([_parsed(line) for _, line in lines])
             for (place, _), tokens in zip(lines, made, strict=True):
                 if isinstance(tokens, ValueError):
-                    if str(tokens).startswith("config."):
+                    if str(tokens).startswith("`"):
                         raise tokens
                     raise line_error(part, place, tokens) from tokens
                 batch.append((split_of_content(tokens.tobytes(), self._held_out), tokens, None))
@@ -126,10 +126,10 @@ class Chats:
         """
         if not isinstance(tokenizer, FileTokenizer):
             raise ValueError(
-                "config.data.tokenizer is '', expected the directory of a tokenizer with a "
+                "`tokenizer` is '', expected the directory of a tokenizer with a "
                 "template for chats, because the tokenizer of bytes has no special tokens."
             )
-        require("config.data.tokenizer", "tokenizers")
+        require("`tokenizer`", "tokenizers")
         import tokenizers
 
         self._template: ChatTemplate = load_template(template, tokenizer.files)

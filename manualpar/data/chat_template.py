@@ -63,7 +63,7 @@ class ChatTemplate:
           ValueError: `source` is not a template. The caller puts the template's name before the
             message.
         """
-        require("config.data.source='chat'", "jinja2")
+        require("`source='chat'`", "jinja2")
         self._source, self._tokens, self._name = source, dict(tokens), name
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -211,22 +211,20 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
             source, tokens = _template_of(fields), special_tokens(fields, TOKENS)
             place = path or str(file)
         elif file.name == TEMPLATE:
-            source = _read(file, f"config.data.tokenizer: {file}")
+            source = _read(file, f"`tokenizer`: {file}")
             place = path or str(file)
     if path:
-        source = _read(user_path(path), f"config.data.template is {path!r}, which")
+        source = _read(user_path(path), f"`template` is {path!r}, which")
     if not source:
         raise ValueError(
-            "config.data.template is '', and config.data.tokenizer has no chat_template; expected "
+            "`template` is '', and `tokenizer` has no chat_template; expected "
             "a file with a Jinja template, or the directory of a model whose tokenizer_config.json "
             "has a chat_template."
         )
     try:
         return ChatTemplate(source, tokens, place)
     except ValueError as error:
-        named = (
-            f"config.data.template is {path!r}, which" if path else f"{place}: the chat_template"
-        )
+        named = f"`template` is {path!r}, which" if path else f"{place}: the chat_template"
         raise ValueError(f"{named} {error}.") from error
 
 

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from manualpar.core.state.train_state import Batch
+from manualpar.core.summary import Summarized, describe_fields
 from manualpar.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "eval", "test")
@@ -54,8 +55,8 @@ class LanguageSplit(Split, Protocol):
         """The shapes and dtypes of any example, as `jax.ShapeDtypeStruct`s; reads no example."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ArraySplit:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ArraySplit(Summarized):
     """A split whose examples are in memory."""
 
     inputs: np.ndarray  # `float32[N, D]`.
@@ -78,8 +79,8 @@ class TokenStream(Protocol):
         """Reads tokens `start` to `stop` of the stream, `int32[stop - start]`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ArrayStream:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ArrayStream(Summarized):
     """A stream of tokens in an array, which is in memory or a mapped file."""
 
     tokens: np.ndarray  # `uint[N]`.
@@ -99,15 +100,15 @@ class ArrayStream:
         tokens = np.array(self.tokens[start:stop], np.int32)
         if (wrong := tokens[(tokens < 0) | (tokens >= self.vocab_size)]).size:
             raise DamagedDataError(
-                f"config.data.path: {self.name} has token {wrong[0]} between positions {start} and "
+                f"{self.name} has token {wrong[0]} between positions {start} and "
                 f"{stop}, expected less than the vocabulary's {self.vocab_size}; make the file "
                 "again with `python -m manualpar.data.tokenize`."
             )
         return tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenSplit:
+@dataclasses.dataclass(frozen=True, repr=False)
+class TokenSplit(Summarized):
     """A split that cuts a stream into sequences.
 
     The last sequence is padded with BOS, and the mask is 0 at the padding.
@@ -156,8 +157,8 @@ class TokenSplit:
         return Batch(inputs, tokens[1:], mask)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Dataset:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Dataset(Summarized):
     """Three splits with no example in common: for training, evaluation and the test.
 
     The splits of a user may be streams of batches, and those for evaluation and the test may be
@@ -173,8 +174,12 @@ class Dataset:
     test: Any = None
     fingerprint: str
 
+    def _summary(self) -> tuple[str, dict[str, str]]:
+        splits = {name: f"{len(getattr(self, name)):,} examples" for name in SPLITS}
+        return type(self).__name__, describe_fields(self) | splits
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ClassificationDataset(Dataset):
     """A dataset of inputs with their classes; the labels are less than `num_classes`."""
 
@@ -184,7 +189,7 @@ class ClassificationDataset(Dataset):
     num_classes: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LanguageDataset(Dataset):
     """A dataset of texts, encoded by `tokenizer`.
 

@@ -35,7 +35,7 @@ SUFFIXES = {
 }
 PART_BYTES = 2**24
 ROWS_AT_ONCE = 256
-# The dtypes that tokens in an ArrayRecord file may have; `config.data.field` names one of them.
+# The dtypes that tokens in an ArrayRecord file may have; the argument `field` names one of them.
 TOKEN_DTYPES = ("<u2", "<i4", "<u4", "<i8")
 Document = bytes | np.ndarray
 
@@ -93,12 +93,12 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
     found = files_of_path(path, SUFFIXES[source]) if path else []
     if not found:
         raise ValueError(
-            f"config.data.path is {path!r}, which names no file, or only empty files; expected "
+            f"`path` is {path!r}, which names no file, or only empty files; expected "
             f"a file, a glob, or a directory with {' or '.join(SUFFIXES[source])} files."
         )
     if source == "arrayrecord" and isinstance(found[0].path, BucketPath):
         raise ValueError(
-            f"config.data.path is {path!r}, expected a path on a disk, because ArrayRecord files "
+            f"`path` is {path!r}, expected a path on a disk, because ArrayRecord files "
             "cannot be read from a bucket; copy them to a disk, or make token files of them."
         )
     return [DocumentFile(str(file.path), file.name, *state_of(file.path)) for file in found]
@@ -126,10 +126,10 @@ def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Docum
       ValueError: `field` is empty, or not allowed for `source`.
     """
     if not field:
-        raise ValueError("config.data.field is '', expected the name of the field with the text.")
+        raise ValueError("`field` is '', expected the name of the field with the text.")
     if source == "arrayrecord" and field != "text" and field not in TOKEN_DTYPES:
         raise ValueError(
-            f"config.data.field is {field!r}, expected 'text' if the records are UTF-8 text, "
+            f"`field` is {field!r}, expected 'text' if the records are UTF-8 text, "
             f"or the dtype of the tokens if they are tokens, one of {TOKEN_DTYPES}."
         )
     of_file = {"jsonl": _line_parts, "parquet": _row_parts, "arrayrecord": _record_parts}[source]
@@ -229,7 +229,7 @@ def as_document(value: Any, where: str) -> Document:
 
 @contextlib.contextmanager
 def _parquet(file: DocumentFile) -> Iterator[Any]:
-    require("config.data.source='parquet'", "pyarrow")
+    require("`source='parquet'`", "pyarrow")
     import pyarrow
     import pyarrow.parquet
 
@@ -252,7 +252,7 @@ def _row_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]]
             there = ", ".join(map(repr, schema.names[:8]))
             raise DamagedDataError(
                 f"{file.path} has {schema.names.count(field)} columns {field!r}, expected one; it "
-                f"has {there}. Name the column with the text in config.data.field."
+                f"has {there}. Name the column with the text in `field`."
             )
         kind = schema.field(field).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
@@ -300,7 +300,7 @@ def _read_rows(part: DocumentRange) -> Iterator[Document]:
 
 
 def _records(file: DocumentFile) -> Any:
-    require("config.data.source='arrayrecord'", "array_record")
+    require("`source='arrayrecord'`", "array_record")
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(file.path)

@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from manualpar.core.state.train_state import Batch
+from manualpar.core.summary import Summarized
 from manualpar.data.dataset import (
     SPLITS,
     LanguageDataset,
@@ -37,12 +38,12 @@ class Entry(NamedTuple):
 
     weight: Fraction
     source: str
-    field: str  # The field with the text; "" for `config.data.field`.
+    field: str  # The field with the text; "" for the argument `field`.
     path: str
 
 
-@dataclasses.dataclass(frozen=True)
-class MixedSplit:
+@dataclasses.dataclass(frozen=True, repr=False)
+class MixedSplit(Summarized):
     """The splits of several sources as one split; training mixes them by their shares.
 
     The examples are numbered split by split.
@@ -89,7 +90,7 @@ def parse_mixture(entries: Sequence[str], sources: Sequence[str]) -> list[Entry]
     """
     if not entries:
         raise ValueError(
-            "config.data.mixture is (), expected an entry 'WEIGHT SOURCE PATH' for each source, "
+            "`mixture` is (), expected an entry 'WEIGHT SOURCE PATH' for each source, "
             "such as ('0.7 jsonl ~/web/*.jsonl', '0.3 text ~/books')."
         )
     return [_parse(entry, sources) for entry in entries]
@@ -116,7 +117,7 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
         try:
             datasets.append(load(entry))
         except ValueError as error:
-            error.add_note(f"in the entry {_shown(entry)} of config.data.mixture")
+            error.add_note(f"in the entry {_shown(entry)} of `mixture`")
             raise
     first = datasets[0].tokenizer
     for entry, dataset in zip(entries, datasets, strict=True):
@@ -124,7 +125,7 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
             raise _refused(
                 entry,
                 f"whose tokenizer is not the tokenizer of {_shown(entries[0])}; expected the "
-                "same tokenizer in config.data.tokenizer and in all directories of the source "
+                "same tokenizer in `tokenizer` and in all directories of the source "
                 "'tokens'",
             )
     made = make_fingerprint("mixture", shares, [dataset.fingerprint for dataset in datasets])
@@ -160,7 +161,7 @@ def _parse(text: str, sources: Sequence[str]) -> Entry:
 
     def refused(why: str) -> ValueError:
         return ValueError(
-            f"config.data.mixture has the entry {text!r}, {why}; expected 'WEIGHT SOURCE PATH' "
+            f"`mixture` has the entry {text!r}, {why}; expected 'WEIGHT SOURCE PATH' "
             "such as '0.7 jsonl ~/web/*.jsonl'."
         )
 
@@ -181,4 +182,4 @@ def _shown(entry: Entry) -> str:
 
 
 def _refused(entry: Entry, why: str) -> ValueError:
-    return ValueError(f"config.data.mixture has the entry {_shown(entry)}, {why}.")
+    return ValueError(f"`mixture` has the entry {_shown(entry)}, {why}.")

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from manualpar.core.state.train_state import Batch
+from manualpar.core.summary import Summarized
 from manualpar.data.dataset import DamagedDataError
 
 # The highest bit of a token is set if the token is learned.
@@ -36,8 +37,8 @@ LongExamples = Literal["error", "cut", "drop"]
 LONG_EXAMPLES: tuple[LongExamples, ...] = get_args(LongExamples)
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedSplit:
+@dataclasses.dataclass(frozen=True, repr=False)
+class PackedSplit(Summarized):
     """A split of packed examples; `pack` makes it.
 
     Attributes:
@@ -99,7 +100,7 @@ class PackedSplit:
             tokens, learned = tokens_of(content), learned_of(content)
             if tokens.max() >= self.vocab_size:
                 raise DamagedDataError(
-                    f"config.data.path: {self.name} has token {tokens.max()} in example {example}, "
+                    f"{self.name} has token {tokens.max()} in example {example}, "
                     f"expected less than the vocabulary's {self.vocab_size}; make the file again."
                 )
             end = min(at + len(tokens) - 1, shape)
@@ -138,14 +139,14 @@ def pack(
     is_long = positions > sequence_length
     if is_long.any() and long_examples == "error":
         raise ValueError(
-            f"config.data.sequence_length is {sequence_length}, and {is_long.sum()} of "
+            f"`sequence_length` is {sequence_length}, and {is_long.sum()} of "
             f"{len(lengths)} examples of {name} are longer, the longest {positions.max()}; "
-            f"expected at least {positions.max()}, or config.data.long_examples='cut' or 'drop'."
+            f"expected at least {positions.max()}, or `long_examples='cut'` or 'drop'."
         )
     kept = np.flatnonzero(~is_long) if long_examples == "drop" else np.arange(len(lengths))
     if not len(kept):
         raise ValueError(
-            f"config.data.sequence_length is {sequence_length}, and all examples of {name} are "
+            f"`sequence_length` is {sequence_length}, and all examples of {name} are "
             f"longer; expected at least {positions.min()}."
         )
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -82,15 +82,13 @@ def read_range(path: BucketPath, start: int, stop: int, version: Version | None 
         data = path.read_bytes(start, stop, version=version)
     except ContentError as error:
         raise DamagedDataError(
-            f"config.data.path: {error}; do not change the files of a corpus during a run."
+            f"{error}; do not change the files of a corpus during a run."
         ) from None
     except OSError as error:
-        raise DamagedDataError(
-            f"config.data.path: {error}; the file could be read when the run began."
-        ) from None
+        raise DamagedDataError(f"{error}; the file could be read when the run began.") from None
     if len(data) != stop - start:
         raise DamagedDataError(
-            f"config.data.path: {path} is shorter than when the run began; do not change the files "
+            f"{path} is shorter than when the run began; do not change the files "
             "of a corpus during a run."
         )
     return data

@@ -1,7 +1,7 @@
 """Loads a dataset by the name of its source, which is one of `SOURCES`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from manualpar.data.dataset import (
     LanguageDataset,
     make_fingerprint,
 )
-from manualpar.data.document_files import SUFFIXES
 from manualpar.data.mixture import mix, parse_mixture
 from manualpar.data.packing import LongExamples
 from manualpar.data.text import load_text
@@ -22,8 +21,11 @@ from manualpar.data.tokenizer import load_tokenizer
 from manualpar.data.tokens import load_tokens
 from manualpar.errors import require
 
-TEXT_SOURCES = ("text", "tokens", *SUFFIXES, "chat")
-SOURCES = ("digits", "synthetic", *TEXT_SOURCES, "mixture")
+ClassificationSource = Literal["digits", "synthetic"]
+TextSource = Literal["text", "tokens", "jsonl", "parquet", "arrayrecord", "chat"]
+LanguageSource = Literal[TextSource, "mixture"]
+TEXT_SOURCES = get_args(TextSource)
+SOURCES = (*get_args(ClassificationSource), *get_args(LanguageSource))
 # The seed for dividing `digits` into splits. It is fixed, so that the splits do not depend on the
 # seed of a run.
 DIGITS_SPLIT_SEED = 0
@@ -31,6 +33,38 @@ DIGITS_TEST_EXAMPLES = 360
 DIGITS_EVAL_EXAMPLES = 144
 
 
+@overload
+def load_dataset(source: ClassificationSource, *, seed: int) -> ClassificationDataset: ...
+@overload
+def load_dataset(
+    source: LanguageSource,
+    *,
+    seed: int,
+    path: str = "",
+    sequence_length: int = 0,
+    tokenizer: str = "",
+    field: str = "text",
+    held_out: float = HELD_OUT,
+    cache: str = "",
+    mixture: Sequence[str] = (),
+    template: str = "",
+    long_examples: LongExamples = "error",
+) -> LanguageDataset: ...
+@overload
+def load_dataset(
+    source: str,
+    *,
+    seed: int,
+    path: str = "",
+    sequence_length: int = 0,
+    tokenizer: str = "",
+    field: str = "text",
+    held_out: float = HELD_OUT,
+    cache: str = "",
+    mixture: Sequence[str] = (),
+    template: str = "",
+    long_examples: LongExamples = "error",
+) -> Dataset: ...
 def load_dataset(
     source: str,
     *,
@@ -72,23 +106,23 @@ def load_dataset(
 
     Raises:
       ValueError: An argument is not allowed, or a file that an argument names is missing or
-        damaged. The message names the argument as `config.data.<argument>`.
+        damaged. The message has the name of the argument in backticks.
     """
     if source == "digits":
         return load_digits()
     if source == "synthetic":
         return make_synthetic(seed)
     if source not in SOURCES:
-        raise ValueError(f"config.data.source is {source!r}, expected one of {', '.join(SOURCES)}.")
+        raise ValueError(f"`source` is {source!r}, expected one of {', '.join(SOURCES)}.")
     if sequence_length < 1:
         raise ValueError(
-            f"config.data.sequence_length is {sequence_length}, expected at least 1 for the source "
+            f"`sequence_length` is {sequence_length}, expected at least 1 for the source "
             f"{source!r}."
         )
     if mixture and source != "mixture":
         raise ValueError(
-            f"config.data.source is {source!r}, expected 'mixture', because config.data.mixture "
-            "has entries; or set config.data.mixture=()."
+            f"`source` is {source!r}, expected 'mixture', because `mixture` "
+            "has entries; or set `mixture=()`."
         )
 
     def load(source: str, path: str, *, field: str, tokenizer: str) -> LanguageDataset:
@@ -113,7 +147,7 @@ def load_dataset(
         )
     if source == "tokens" and tokenizer:
         raise ValueError(
-            f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', because "
+            f"`tokenizer` is {tokenizer!r}, expected '' for the source 'tokens', because "
             "a directory of token files holds its own tokenizer."
         )
     return load(source, path, field=field, tokenizer=tokenizer)
@@ -125,7 +159,7 @@ def load_digits() -> ClassificationDataset:
     1,293 digits are for training, 144 for evaluation and 360 for the test. The splits are the same
     in every run. Each split has the ten digits in the same proportions as the full data.
     """
-    require("config.data.source='digits'", "sklearn")
+    require("`source='digits'`", "sklearn")
     # Imported here, because the import of scikit-learn takes a second.
     import sklearn.datasets
     from sklearn.model_selection import train_test_split

@@ -77,12 +77,12 @@ class TextFile:
                 data = opened.read(size)
         except OSError as error:
             raise DamagedDataError(
-                f"config.data.path: {self.path} could be read when the run began, but not now "
+                f"{self.path} could be read when the run began, but not now "
                 f"({error.strerror}); restore the file."
             ) from error
         if now != self.file_size or len(data) != size:
             raise DamagedDataError(
-                f"config.data.path: {self.path} had {self.file_size} bytes when the run began and "
+                f"{self.path} had {self.file_size} bytes when the run began and "
                 f"has {now} now; do not change the files of a corpus during a run."
             )
         return data
@@ -136,7 +136,7 @@ def find_files(path: str) -> list[TextFile]:
         described = f"'' for Python's standard library in {sysconfig.get_path('stdlib')}"
     if not files:
         raise ValueError(
-            f"config.data.path is {described}, which stands for no file with any text in it; "
+            f"`path` is {described}, which stands for no file with any text in it; "
             "expected a file, a directory or a glob such as '~/books/**/*.txt'."
         )
     if len(files) < len(SPLITS):
@@ -176,7 +176,7 @@ def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
     for file in paths:
         if not os.access(file, os.R_OK):
             raise ValueError(
-                f"config.data.path is {path!r}, where {file} cannot be read; give yourself the "
+                f"`path` is {path!r}, where {file} cannot be read; give yourself the "
                 "permission, or write a glob that leaves it out."
             )
     return _in_order(
@@ -233,7 +233,7 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
     """
     if len(files) < len(SPLITS):
         raise ValueError(
-            f"config.data.path is {path!r}, which has too few lines to hold some out for eval and "
+            f"`path` is {path!r}, which has too few lines to hold some out for eval and "
             "test; expected three files, or one with at least three lines."
         )
     num_eval, num_both = (

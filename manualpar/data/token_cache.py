@@ -48,7 +48,7 @@ def load_cached(
     """
     if job.size > MOST_BYTES:
         raise ValueError(
-            f"config.data.path is {path!r}, which has {job.size / 2**30:.1f} GiB of documents, "
+            f"`path` is {path!r}, which has {job.size / 2**30:.1f} GiB of documents, "
             f"expected at most {MOST_BYTES / 2**30:.0f} GiB, because a run makes tokens in one "
             "process; make token files once with `python -m manualpar.data.tokenize`, and use the "
             "source 'tokens'."
@@ -74,7 +74,7 @@ def load_cached(
         raise
     except OSError as error:
         raise ValueError(
-            f"config.data.cache is {cache!r}, and {folder} cannot be written to "
+            f"`cache` is {cache!r}, and {folder} cannot be written to "
             f"({error.strerror or error}); name a folder there with room for 2 to 4 bytes a token."
         ) from error
 
@@ -82,5 +82,5 @@ def load_cached(
 def cache_folder(cache: str) -> pathlib.Path:
     """Returns the cache folder that a config names; "" for the default in the user's folder."""
     if cache:
-        return local_path(cache, "config.data.cache")
+        return local_path(cache, "`cache`")
     return user_cache()

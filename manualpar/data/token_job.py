@@ -258,7 +258,7 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
         if not total["documents"]:
             everything = sum(part[name]["documents"] for part in counts for name in SPLITS)
             raise ValueError(
-                f"config.data.held_out is {job.held_out}, which leaves none of the {everything} "
+                f"`held_out` is {job.held_out}, which leaves none of the {everything} "
                 f"documents for {split}; expected a larger share, or more documents."
             )
         size = 0 if total["unknown"] else total["bytes"]

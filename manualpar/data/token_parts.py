@@ -166,7 +166,7 @@ class DocumentEncoder:
             path = part.file.path if isinstance(part, DocumentRange) else part.files[0].path
             raise DamagedDataError(
                 f"{path} has the token {largest}, expected tokens below "
-                f"{self._tokenizer.vocab_size}, the vocabulary size of config.data.tokenizer."
+                f"{self._tokenizer.vocab_size}, the vocabulary size of `tokenizer`."
             )
         return tokens[1:] if tokens[0] == self._tokenizer.bos_token else tokens
 

@@ -25,12 +25,17 @@ from manualpar.data.tokens import TokenFiles
 from manualpar.errors import (
     FILES_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
+    naming_arguments,
     print_error,
     require,
 )
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import path_flag, user_path
 from manualpar.system.storage.durable_files import check_writable
+
+# The flag for each argument of `make_job`.
+FLAGS = {"path": "--input", "source": "--source", "tokenizer": "--tokenizer", "field": "--field"}
+FLAGS |= {"held_out": "--held-out", "template": "--template"}
 
 
 def write_token_files(
@@ -61,10 +66,11 @@ def write_token_files(
     Raises:
       ValueError: There is no text or no tokenizer, or the directory is not empty.
     """
-    job = make_job(
-        source, text, tokenizer=tokenizer, field=field, held_out=held_out, template=template
-    )
-    return run_job(job, user_path(output), processes=processes)
+    with naming_arguments({"path": "`text`"}):
+        job = make_job(
+            source, text, tokenizer=tokenizer, field=field, held_out=held_out, template=template
+        )
+        return run_job(job, user_path(output), processes=processes)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,21 +127,22 @@ def main(argv: Sequence[str]) -> int:
     try:
         if isinstance(args.output, Path):
             check_writable(args.output, "--output")
-        job = make_job(
-            args.source,
-            args.input,
-            tokenizer=args.tokenizer,
-            field=args.field,
-            held_out=args.held_out,
-            template=args.template,
-        )
-        with _shown(job.size) as report:
-            written = run_job(job, args.output, processes=args.processes, report=report)
+        with naming_arguments(FLAGS):
+            job = make_job(
+                args.source,
+                args.input,
+                tokenizer=args.tokenizer,
+                field=args.field,
+                held_out=args.held_out,
+                template=args.template,
+            )
+            with _shown(job.size) as report:
+                written = run_job(job, args.output, processes=args.processes, report=report)
     except DamagedDataError as error:
         print_error(error)
         return FILES_EXIT_CODE
     except ValueError as error:
-        is_named = any(name in str(error) for name in ("config.", "--output"))
+        is_named = any(flag in str(error) for flag in (*FLAGS.values(), "--output"))
         parser.error(str(error) if is_named else f"--output={args.output}: {error}")
     except OSError as error:
         where = f"{error.filename or args.output}: {error.strerror or error}"

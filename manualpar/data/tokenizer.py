@@ -102,7 +102,7 @@ class FileTokenizer:
             encoded = guarded(lambda: encode(texts))
         except ValueError as error:
             raise ValueError(
-                f"config.data.tokenizer cannot encode a text ({error}); expected a tokenizer with "
+                f"`tokenizer` cannot encode a text ({error}); expected a tokenizer with "
                 "tokens for every text, or with a token for unknown text."
             ) from error
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
@@ -135,7 +135,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         return ByteTokenizer()
 
     def refuse(what: object) -> ValueError:
-        return ValueError(f"config.data.tokenizer is {path!r}, which {what}.")
+        return ValueError(f"`tokenizer` is {path!r}, which {what}.")
 
     expected = "expected the tokenizer.json of a Hugging Face tokenizer, or '' for bytes"
     place = user_path(path)
@@ -155,7 +155,7 @@ def load_tokenizer(path: str) -> Tokenizer:
                 raise refuse(f"has a {TOKENIZER_CONFIG} that {error}") from error
     if not os.path.isfile(file):
         raise refuse(f"is no file; {expected}" if not files else f"lacks {TOKENIZER}; {expected}")
-    require("config.data.tokenizer", "tokenizers")
+    require("`tokenizer`", "tokenizers")
     import tokenizers
 
     try:

@@ -92,9 +92,7 @@ def load_tokens(
     directory = user_path(path)
     if isinstance(directory, BucketPath) and cache:
         read_description(directory, path)  # Refuses a wrong folder before the files are copied.
-        directory = copied_folder(
-            directory, local_path(cache, "config.data.cache"), setting="config.data.cache"
-        )
+        directory = copied_folder(directory, local_path(cache, "`cache`"), setting="`cache`")
     files = read_description(directory, path)
     file = directory / files.tokenizer if files.tokenizer else ""
     tokenizer = load_tokenizer(str(directory if (directory / TOKENIZER_CONFIG).exists() else file))
@@ -163,7 +161,7 @@ def _lengths(file: AnyPath) -> np.ndarray:
 
 def _refuse(path: str, what: str) -> TokenFilesError:
     made_by = "make it with `python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY`"
-    return TokenFilesError(f"config.data.path is {path!r}, {what}; {made_by}.")
+    return TokenFilesError(f"`path` is {path!r}, {what}; {made_by}.")
 
 
 def read_description(directory: AnyPath, path: str) -> TokenFiles:

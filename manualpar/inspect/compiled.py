@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import jax
 
+from manualpar.core.summary import Summarized
 from manualpar.core.tracing.tick_scopes import TickRuns, ticks_run
 from manualpar.inspect.communication import Kind, as_number, count_by_kind, ring_bytes, total_bytes
 from manualpar.inspect.hlo import (
@@ -129,8 +130,8 @@ class CompiledCollective:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Compiled(Summarized):
     """The collectives of a compiled program, and the bytes that one device holds while it runs.
 
     Attributes:

@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.program.program import Program
+from manualpar.core.summary import Summarized
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.inspect.communication import (
     Collective,
@@ -49,8 +50,8 @@ from manualpar.inspect.xla_changes import Change, find_changes
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Ledger:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Ledger(Summarized):
     """The collectives, operations and memory of a device in a step.
 
     Attributes:
@@ -79,6 +80,24 @@ class Ledger:
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     stage: int | None = None
+
+    def _summary(self) -> tuple[str, dict[str, str]]:
+        mesh = "".join(f", {axis}={size}" for axis, size in self.mesh.items())
+        counts, sent = self.counts().items(), self.bytes_by_axis().items()
+        lines = {
+            "collectives": ", ".join(f"{n} {kind}" for kind, n in counts) or "none",
+            "bytes sent": ", ".join(f"{float(n):,.0f} over {','.join(axes)}" for axes, n in sent)
+            or "none",
+        }
+        if self.predicted is not None:
+            lines["in closed form"] = f"{float(sum(self.predicted.values())):,.0f}"
+        if self.compiled:
+            compiled = float(total_bytes(self.compiled.collectives))
+            lines["compiled"] = f"{compiled:,.0f}, with {len(self.changes)} changes by XLA"
+        lines["FLOPs"] = f"{self.total_flops:,}"
+        if self.memory:
+            lines["bytes of memory"] = f"{self.memory.peak:,}"
+        return f"Ledger({self.name}{mesh}), of a device in a step", lines
 
     @property
     def total_bytes(self) -> Fraction:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manualpar.core.mesh.mesh_order import in_order
+from manualpar.core.summary import Summarized
 from manualpar.inspect.communication import summed
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.planner.hardware import Chip
@@ -30,8 +31,8 @@ NUM_NOTED = 5
 MODEL = "Transformer"  # Flax begins every scope with the model's name.
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledStep:
+@dataclasses.dataclass(frozen=True, repr=False)
+class CompiledStep(Summarized):
     """A training step as XLA has compiled it for a topology.
 
     `facts` is the result of `manualpar.planner.tpu_worker`: name, mesh, sizes, and versions. If the

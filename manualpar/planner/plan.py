@@ -7,10 +7,19 @@ Both estimate time, and state their assumptions. Seconds are per step, bytes per
 """
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from manualpar.core.summary import Summarized
+from manualpar.system.reports.tables import (
+    Column,
+    describe_bytes,
+    describe_count,
+    describe_seconds,
+    describe_share,
+)
 from manualpar.training.monitoring.throughput import Throughput
 
 
@@ -45,8 +54,8 @@ class PlannedCollective:
     slow_bytes: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class StepEstimate:
+@dataclasses.dataclass(frozen=True, repr=False)
+class StepEstimate(Summarized):
     """The estimate of a step on a topology.
 
     Attributes:
@@ -101,6 +110,14 @@ class StepEstimate:
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def _summary(self) -> tuple[str, dict[str, str]]:
+        mesh = "".join(f", {axis}={size}" for axis, size in self.mesh.items())
+        title = f"StepEstimate({self.name} on {self.topology}{mesh}), by {self.source}"
+        peak, all_bytes, *times = (x for x in LINES if x.value != "hbm_seconds")
+        memory = f"{peak.cell(self)} of {all_bytes.cell(self)} at the peak"
+        lines = {FITS.name: FITS.cell(self), "memory": memory}
+        return title, lines | {x.name: x.cell(self) for x in times if x.is_shown([self])}
+
     @property
     def spare_bytes(self) -> int:
         """The bytes left of a device's memory; negative if bytes are missing."""
@@ -137,3 +154,39 @@ class StepEstimate:
         derived = {name: getattr(self, name) for name in names}
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self) | derived))
         return plain
+
+
+def _describe_fit(plan: StepEstimate) -> str:
+    spare = describe_bytes(abs(plan.spare_bytes))
+    return f"yes, {spare} spare" if plan.fits else f"NO, {spare} too much"
+
+
+def _tokens_of_a_device(plan: StepEstimate) -> float | None:
+    return plan.tokens_per_second and plan.tokens_per_second / plan.num_devices
+
+
+_optional = functools.partial(Column, is_optional=True)
+FITS: Column[StepEstimate] = Column("fits", _describe_fit, str)
+# The lines that follow the classes of memory in the table of plans.
+LINES: Sequence[Column[StepEstimate]] = (
+    Column("  all, at the peak", "peak_bytes", describe_bytes),
+    Column("  of", "hbm_bytes", describe_bytes),
+    Column("step, estimated", "step_seconds", describe_seconds),
+    _optional("  with each link by itself", "step_seconds_by_links", describe_seconds),
+    Column("  computing", "compute_seconds", describe_seconds),
+    Column("    of it waiting for memory", "hbm_seconds", describe_seconds),
+    Column("  sending, exposed", "exposed_seconds", describe_seconds),
+    Column("  sending, overlapped", "overlapped_seconds", describe_seconds),
+    _optional("  waiting for other stages", "bubble_seconds", describe_seconds),
+    _optional("  sending over slow links", "slow_seconds", describe_seconds),
+    Column("bytes sent a device", "bytes_sent", describe_bytes),
+    _optional("  over slow links", "slow_bytes", describe_bytes),
+    _optional("tokens/s", "tokens_per_second", describe_count),
+    _optional("  a device", _tokens_of_a_device, describe_count),
+    _optional(
+        "examples/s",
+        lambda x: None if x.tokens_per_second else x.examples_per_second,
+        describe_count,
+    ),
+    Column("MFU", "mfu", describe_share),
+)

@@ -13,7 +13,7 @@ from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.planner.closed_form.layout import AnyCode
 from manualpar.planner.hardware import Chip
-from manualpar.planner.plan import PlannedCollective, StepEstimate
+from manualpar.planner.plan import FITS, LINES, PlannedCollective, StepEstimate
 from manualpar.planner.sweep import Compared, Outcome
 from manualpar.system.reports.tables import (
     Column,
@@ -32,34 +32,7 @@ SHOWN = 12  # Rows of each part of a search.
 CURVE_FIELDS = ("topology", "step_seconds", "compute_seconds", "exposed_seconds", "fits", "mfu")
 
 
-def _tokens_of_a_device(plan: StepEstimate) -> float | None:
-    return plan.tokens_per_second and plan.tokens_per_second / plan.num_devices
-
-
 _optional = functools.partial(Column, is_optional=True)
-# The lines that follow the classes of memory in the table of plans.
-LINES: Sequence[Column[StepEstimate]] = (
-    Column("  all, at the peak", "peak_bytes", describe_bytes),
-    Column("  of", "hbm_bytes", describe_bytes),
-    Column("step, estimated", "step_seconds", describe_seconds),
-    _optional("  with each link by itself", "step_seconds_by_links", describe_seconds),
-    Column("  computing", "compute_seconds", describe_seconds),
-    Column("    of it waiting for memory", "hbm_seconds", describe_seconds),
-    Column("  sending, exposed", "exposed_seconds", describe_seconds),
-    Column("  sending, overlapped", "overlapped_seconds", describe_seconds),
-    _optional("  waiting for other stages", "bubble_seconds", describe_seconds),
-    _optional("  sending over slow links", "slow_seconds", describe_seconds),
-    Column("bytes sent a device", "bytes_sent", describe_bytes),
-    _optional("  over slow links", "slow_bytes", describe_bytes),
-    _optional("tokens/s", "tokens_per_second", describe_count),
-    _optional("  a device", _tokens_of_a_device, describe_count),
-    _optional(
-        "examples/s",
-        lambda x: None if x.tokens_per_second else x.examples_per_second,
-        describe_count,
-    ),
-    Column("MFU", "mfu", describe_share),
-)
 # The columns of the table of a search's candidates that fit.
 FITTING: Sequence[Column[Any]] = (
     Column("mesh", lambda x: x.candidate.name),
@@ -91,7 +64,7 @@ def print_plans(console: rich.console.Console, plans: Sequence[StepEstimate]) ->
     headers = [f"{plan.source}, a model" if plan.is_model else plan.source for plan in plans]
     classes = dict.fromkeys(name for plan in plans for name in plan.memory)
     sizes = (_optional(f"  {x}", _size_of(x), describe_bytes) for x in classes)
-    lines = [Column("fits", _describe_fit, str), *sizes, *LINES]
+    lines = [FITS, *sizes, *LINES]
     print_side_by_side(console, lines, plans, names=headers, title=title)
     for plan in plans:
         title = f"{plan.source}: collectives of a step"
@@ -110,11 +83,6 @@ def print_sources(console: rich.console.Console, chip: Chip) -> None:
     """Prints the source of a chip's numbers, and the data that they were calibrated on."""
     calibration = f"; calibrated: {chip.calibration}" if chip.calibration else "; not calibrated"
     print_wrapped(console, f"{chip.name}: {chip.source}{calibration}")
-
-
-def _describe_fit(plan: StepEstimate) -> str:
-    spare = describe_bytes(abs(plan.spare_bytes))
-    return f"yes, {spare} spare" if plan.fits else f"NO, {spare} too much"
 
 
 def _size_of(name: str) -> Callable[[StepEstimate], int | None]:

@@ -30,6 +30,7 @@ from manualpar.core.mesh.compiler_options import Overlap
 from manualpar.core.mesh.mesh_order import in_order
 from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.program import Program
+from manualpar.core.summary import Summarized
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.inspect import state_bytes, trace_outer_steps
 from manualpar.inspect.communication import Collective, read_stage, summed
@@ -73,8 +74,8 @@ class _Read(NamedTuple):
     notes: list[str]
 
 
-@dataclasses.dataclass(frozen=True)
-class StepWork:
+@dataclasses.dataclass(frozen=True, repr=False)
+class StepWork(Summarized):
     """The work of a step on a device.
 
     Attributes:
@@ -144,8 +145,8 @@ def read_work(
     if program.mode != "manual":
         raise ValueError(
             f"roofline: the program has mode={program.mode!r}, expected 'manual', because in other "
-            "modes XLA chooses the collectives. Set config.parallel.mode to 'manual', or compile "
-            "the program with --compiler=tpu."
+            "modes XLA chooses the collectives. Build the program with mode='manual' (in a config "
+            "config.parallel.mode), or compile it with --compiler=tpu."
         )
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     jaxpr, around = traced.jaxpr.jaxpr, Around(spread=program.mesh.size)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from manualpar.core.summary import Summarized
 from manualpar.inspect.communication import summed, total_bytes
 from manualpar.inspect.compiled import CompiledCollective, Reading
 from manualpar.inspect.hlo import (
@@ -58,8 +59,8 @@ class KernelRuns(NamedTuple):
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Timeline:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Timeline(Summarized):
     """The times of a scheduled program, for one step.
 
     Attributes:

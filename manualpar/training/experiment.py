@@ -17,6 +17,7 @@ from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.program.parameter_average import params_ema
 from manualpar.core.program.program import Program
+from manualpar.core.summary import as_text, describe_fields
 from manualpar.data import BatchStream, abstract_batch, evaluated
 from manualpar.errors import nearest
 from manualpar.inspect.state_layout import ALL
@@ -62,6 +63,9 @@ class Experiment(NamedTuple):
     schedule: optax.Schedule | None
     program: Program
     chosen: ChosenOptions = ChosenOptions()
+
+    def __repr__(self) -> str:
+        return as_text("Experiment", describe_fields(self))
 
 
 def prepare(

@@ -13,7 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from manualpar.core.state.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
+from manualpar.core.state.metrics import (
+    AnyMetrics,
+    Metrics,
+    add_metrics,
+    fetch_metrics,
+    mean_metrics,
+)
 from manualpar.training.monitoring.progress import TrainingProgress
 from manualpar.training.monitoring.run_files import RunWriter
 
@@ -35,12 +41,12 @@ class NonFiniteError(Exception):
 
 def parse_state(
     state: Mapping[str, Any],
-) -> tuple[dict[str, Metrics], dict[str, dict[str, float]], int]:
+) -> tuple[dict[str, AnyMetrics], dict[str, dict[str, float]], int]:
     """Parses the JSON of a `Recorder.state()`; malformed JSON raises an exception of any type.
 
     Returns the totals and the latest report of each split, and the number of skipped steps.
     """
-    totals: dict[str, Metrics] = {
+    totals: dict[str, AnyMetrics] = {
         split: {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
         for split, metrics in state["totals"].items()
     }
@@ -80,7 +86,7 @@ class Recorder:
     _queue: collections.deque[tuple[str, int, Metrics, bool, Any]] = dataclasses.field(
         default_factory=collections.deque
     )
-    _totals: dict[str, Metrics] = dataclasses.field(default_factory=dict)
+    _totals: dict[str, AnyMetrics] = dataclasses.field(default_factory=dict)
     _latest: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     _skipped: int = 0
     _fetched_at: float | None = None

@@ -16,7 +16,9 @@ import optax
 
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.summary import Summarized
 from manualpar.data import ClassificationDataset, Dataset, LanguageDataset, load_dataset
+from manualpar.errors import naming_arguments
 from manualpar.layers import Context
 from manualpar.models import Classifier, Split, Transformer
 from manualpar.models.cross_entropy import (
@@ -40,8 +42,8 @@ FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 SPLIT_AXIS, EXPERT_AXIS, CONTEXT_AXIS, STAGE_AXIS = "model", "expert", "context", "stage"
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Task(Summarized):
     """The model, loss, data and metrics that a config trains.
 
     Attributes:
@@ -107,8 +109,14 @@ def _task_of_user(config: ml_collections.ConfigDict) -> Task:
     return task
 
 
+def _load_data(config: ml_collections.ConfigDict, **arguments: Any) -> Dataset:
+    """Calls `load_dataset`; errors name the fields of `config.data`."""
+    with naming_arguments({name: f"config.data.{name}" for name in arguments}):
+        return load_dataset(seed=config.seed, **arguments)
+
+
 def _classification(config: ml_collections.ConfigDict) -> Task:
-    dataset = load_dataset(source=config.data.source, seed=config.seed)
+    dataset = _load_data(config, source=config.data.source)
     assert isinstance(dataset, ClassificationDataset)
     if config.model.num_classes < dataset.num_classes:
         raise ValueError(
@@ -129,9 +137,9 @@ def _classification(config: ml_collections.ConfigDict) -> Task:
 
 def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     data, length = config.data, config.data.sequence_length
-    dataset = load_dataset(
+    dataset = _load_data(
+        config,
         source=data.source,
-        seed=config.seed,
         path=data.path,
         tokenizer=data.tokenizer,
         sequence_length=length,

@@ -145,9 +145,7 @@ def test_tokens_by_ranges_or_from_a_copy(bucket_folder, corpus, s3_port, use_s3,
         dataset.train[0]
     with pytest.raises(ValueError, match=r"whose train\.bin has 2 bytes, expected"):
         load_tokens(str(bucket_folder), sequence_length=16)
-    with pytest.raises(
-        ValueError, match=r"config\.data\.cache is 's3://bucket/c', expected a path"
-    ):
+    with pytest.raises(ValueError, match=r"`cache` is 's3://bucket/c', expected a path"):
         load_tokens(str(bucket_folder), sequence_length=16, cache="s3://bucket/c")
     shutil.rmtree(cache)
     (bucket_folder / "tokens.json").delete()

@@ -86,9 +86,7 @@ def test_chats_are_a_dataset_of_packed_sequences(tmp_path):
     other = _write_text(tmp_path / "other.jinja", CHATML.replace("\\n", " "))
     again = load_dataset("chat", path=path, template=other, **load, **options)
     assert again.fingerprint != dataset.fingerprint
-    with pytest.raises(
-        ValueError, match=r"config\.data\.sequence_length is 8, and \d+ of \d+ exam"
-    ):
+    with pytest.raises(ValueError, match=r"`sequence_length` is 8, and \d+ of \d+ exam"):
         load_dataset("chat", path=path, **(load | {"sequence_length": 8}), **options)
     (tmp_path / "tokens" / "eval.lengths").write_bytes(b"\2\0\0\0")
     with pytest.raises(ValueError, match=r"whose eval\.lengths does not fit its eval\.bin"):

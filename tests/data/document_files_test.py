@@ -41,7 +41,7 @@ def test_a_directory_is_searched_for_files_of_the_source(tmp_path):
     assert [file.name for file in find_document_files(f"{tmp_path}/*.txt", "jsonl")] == [
         "notes.txt"
     ]
-    with pytest.raises(ValueError, match=r"config\.data\.path is '.*', .*directory with \.parquet"):
+    with pytest.raises(ValueError, match=r"`path` is '.*', .*directory with \.parquet"):
         find_document_files(str(tmp_path), "parquet")
 
 

@@ -201,9 +201,9 @@ def test_its_entries_are_plain_values():
 
 
 def test_a_source_that_does_not_fit_is_named(tmp_path, files):
-    with pytest.raises(ValueError, match=r"config\.data\.path is '/no/such'") as raised:
+    with pytest.raises(ValueError, match=r"`path` is '/no/such'") as raised:
         _load(tmp_path, ("1 jsonl /no/such",))
-    assert raised.value.__notes__ == ["in the entry 'jsonl /no/such' of config.data.mixture"]
+    assert raised.value.__notes__ == ["in the entry 'jsonl /no/such' of `mixture`"]
     write_token_files(files["text"], str(tmp_path / "tokens"))
     entries = (f"1 text {files['text']}", f"1 tokens {tmp_path / 'tokens'}")
     assert len(_load(tmp_path, entries).train.parts) == 2
@@ -211,5 +211,5 @@ def test_a_source_that_does_not_fit_is_named(tmp_path, files):
         ValueError, match=r"'tokens .*', whose tokenizer is not the tokenizer of 'text .*'; expe"
     ):
         _load(tmp_path, entries, tokenizer=write_tokenizer(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match=r"config\.data\.source is 'text', expected 'mixture'"):
+    with pytest.raises(ValueError, match=r"`source` is 'text', expected 'mixture'"):
         load_dataset("text", seed=0, mixture=entries, sequence_length=8)

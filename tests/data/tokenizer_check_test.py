@@ -43,7 +43,7 @@ def test_a_tokenizer_that_does_not_end_is_refused(tmp_path, name, capfd):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(words(**TOKENIZERS[name])))
     expected = (
-        r"tokenizer is '.*tokenizer.json', which has (a reg.* exponential time|\d* ?\w+ed?ers|.)"
+        r"`tokenizer` is '.*tokenizer.json', which has (a reg.* exponential time|\d* ?\w+ed?ers|.)"
     )
     with pytest.raises(ValueError, match=expected):
         load_tokenizer(str(path))
@@ -66,7 +66,7 @@ def test_a_panic_with_a_text_is_a_sentence(tmp_path, monkeypatch, capfd):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(words(pre_tokenizer=splitting("(a+)+$"))))
     tokenizer = load_tokenizer(str(path))
-    with pytest.raises(ValueError, match=r"config.data.tokenizer cannot encode a text \(Onig"):
+    with pytest.raises(ValueError, match=r"`tokenizer` cannot encode a text \(Onig"):
         tokenizer.encode("a" * 50 + "!")
     capfd.readouterr()
     with pytest.raises(KeyboardInterrupt):

@@ -59,12 +59,10 @@ def test_what_needs_an_extra_asks_for_it(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=r"manualpar\.training needs grain"):
         importlib.reload(training)
-    with pytest.raises(
-        MissingExtraError, match=r"config\.data\.source='digits' needs scikit-learn"
-    ):
+    with pytest.raises(MissingExtraError, match=r"`source='digits'` needs scikit-learn"):
         load_dataset("digits", seed=0)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(MissingExtraError, match=r"config\.data\.tokenizer needs tokenizers"):
+    with pytest.raises(MissingExtraError, match=r"`tokenizer` needs tokenizers"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 

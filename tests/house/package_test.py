@@ -1,6 +1,7 @@
 """`pip install .` builds a wheel that contains the package and its types, and nothing else."""
 
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -29,9 +30,12 @@ def _can_build_here() -> bool:
     return int(major) >= 77
 
 
+ISOLATION = ["--no-build-isolation"] if _can_build_here() else []
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds a wheel from a copy of the sources, because building writes into their folder."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copies the sources, because building writes into their folder."""
     source = tmp_path_factory.mktemp("source")
     for name in ("manualpar", "tests", "configs", "experiments", "benchmarks"):
         if (ROOT / name).exists():
@@ -40,9 +44,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("wheel")
-    isolation = ["--no-build-isolation"] if _can_build_here() else []
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", *isolation]
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", *ISOLATION]
     _run(*pip, "--wheel-dir", target, source, cwd=target)
     [path] = target.glob("*.whl")
     return path
@@ -146,3 +154,97 @@ def test_the_package_alone_trains_a_step_and_names_the_extra_for_more(wheel: Pat
     shown = _run(command, "train", "dp", *small, "--workdir=run", cwd=tmp_path)
     assert "test accuracy: " in shown
     assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+TYPED = """
+import flax.linen as nn
+import jax
+import optax
+from flax import nnx
+
+import manualpar
+from manualpar import Batch, TrainState, inspect, make_mesh, print_metrics
+from manualpar.data import load_dataset
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(10)(nn.relu(nn.Dense(64)(x)))
+
+
+class Own(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.head = nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(x)
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    logits = apply_fn({"params": params}, batch.inputs)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+batch = Batch(jax.numpy.ones((64, 64)), jax.numpy.zeros(64, int))
+mesh, tx = make_mesh({"replica": 1, "data": -1}), optax.adamw(1e-3)
+program = manualpar.fsdp(Model(), tx, loss_fn, mesh=mesh, batch=batch, min_weight_size=1)
+state: TrainState = program.init(jax.random.key(0))
+state, metrics = program.train_step(state, batch)
+print_metrics(metrics)
+total, count = metrics["loss"]
+print(float(total / count), state.params["Dense_0"]["kernel"].sharding, state.step.devices())
+print(load_dataset("digits", seed=0).num_classes)
+print(load_dataset("text", seed=0, sequence_length=32).tokenizer.vocab_size)
+reveal_type(program)
+reveal_type(manualpar.fsdp(Own, tx, loss_fn, mesh=mesh, batch=batch))
+reveal_type(manualpar.data_parallel(Model(), tx, loss_fn, mesh=mesh, batch=batch))
+reveal_type(manualpar.zero(Model(), tx, loss_fn, stage=1, mesh=mesh, batch=batch))
+reveal_type(manualpar.hsdp(Model(), tx, loss_fn, mesh=mesh, batch=batch))
+reveal_type(manualpar.diloco(Model(), tx, loss_fn, every=2, outer_tx=tx, mesh=mesh, batch=batch))
+reveal_type(state)
+reveal_type(inspect.ledger(program))
+reveal_type(metrics)
+reveal_type(program.eval_step(state, batch))
+"""
+REVEALED = [*["Program"] * 6, "TrainState", "Ledger", *["dict[str, tuple[Array, Array]]"] * 2]
+MISTAKES = """
+manualpar.fsdp(Model(), tx, loss_fn, mesh=mesh, batch=batch, min_wieght_size=1)
+program.train_step(state)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.parametrize("installed", ["wheel", "editable"])
+def test_pyright_knows_the_types_in_a_users_script(
+    installed: str, source: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("pyright", reason="needs pyright, of the extra interop")
+    venv.create(tmp_path / "venv")
+    binaries = "Scripts" if sys.platform == "win32" else "bin"
+    python = tmp_path / "venv" / binaries / "python"
+    site = _run(python, "-c", "import sysconfig as s; print(s.get_path('purelib'))", cwd=tmp_path)
+    # The other packages are those of this environment.
+    others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    Path(site.strip(), "others.pth").write_text("\n".join(others), encoding="utf-8")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "script.py").write_text(TYPED + MISTAKES, encoding="utf-8")
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", python, "script.py"]
+
+    def check() -> list[dict[str, str]]:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        diagnostics: list[dict[str, str]] = json.loads(done.stdout)["generalDiagnostics"]
+        return diagnostics
+
+    assert 'Import "manualpar" could not be resolved' in {x["message"] for x in check()}
+    what = [wheel] if installed == "wheel" else ["--editable", source]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", *ISOLATION]
+    _run(*pip, *what, cwd=tmp_path)
+    found = check()
+    revealed = [x["message"] for x in found if x["severity"] == "information"]
+    assert [re.findall(r'is "(.*)"$', x)[0] for x in revealed] == REVEALED
+    wrong, missing = [x["message"] for x in found if x["severity"] != "information"]
+    assert 'No parameter named "min_wieght_size"' in wrong
+    assert "Expected 1 more positional argument" in missing

@@ -85,7 +85,7 @@ REFUSED = [
     *rows(
         "tokenizer",
         load_tokenizer,
-        ("/no/such", r"config\.data\.tokenizer is '/no/such', which is no file"),
+        ("/no/such", r"`tokenizer` is '/no/such', which is no file"),
     ),
     *rows(
         "tokenizer",
@@ -135,7 +135,7 @@ REFUSED = [
         load_chats_with,
         (
             ("", {}),
-            r"config\.data\.template is '', and config\.data\.tokenizer has no chat_template; ",
+            r"`template` is '', and `tokenizer` has no chat_template; ",
         ),
         (("{% if %}", {}), r"the chat_template is no Jinja template \(line 1: "),
         (
@@ -156,11 +156,11 @@ REFUSED = [
             r"^chats\.jsonl, line 121: has no answer to train on",
         ),
     ),
-    *rows("chats", load_chats, ({}, r"config\.data\.tokenizer is '', expected the directory")),
+    *rows("chats", load_chats, ({}, r"`tokenizer` is '', expected the directory")),
     *rows(
         "chats",
         load_chats_of_template,
-        ("/no/such", r"config\.data\.template is '/no/such', which cannot be"),
+        ("/no/such", r"`template` is '/no/such', which cannot be"),
     ),
     *rows(
         "a template's file",

@@ -153,24 +153,27 @@ SOURCES = [
         *cases(
             (
                 {"source": "mnist"},
-                "source is 'mnist', expected one of digits, synthetic, text, tokens",
+                "source` is 'mnist', expected one of digits, synthetic, text, tokens",
             ),
-            ({"source": "text"}, "sequence_length is 0, expected at least 1 for the source 'text'"),
+            (
+                {"source": "text"},
+                "sequence_length` is 0, expected at least 1 for the source 'text'",
+            ),
             (
                 {"source": "tokens"},
-                "sequence_length is 0, expected at least 1 for the source 'tokens'",
+                "sequence_length` is 0, expected at least 1 for the source 'tokens'",
             ),
             (
                 {"source": "tokens", "sequence_length": 1, "tokenizer": "t.json"},
-                "tokenizer is 't.json', expected '' for the source 'tokens'",
+                "tokenizer` is 't.json', expected '' for the source 'tokens'",
             ),
-            ({"source": "text", "sequence_length": 1, "path": "/no/such"}, "path is '/no/such'"),
-            ({"source": "tokens", "sequence_length": 1, "path": "/no/such"}, "path is '/no/such'"),
+            ({"source": "text", "sequence_length": 1, "path": "/no/such"}, "path` is '/no/such'"),
+            ({"source": "tokens", "sequence_length": 1, "path": "/no/such"}, "path` is '/no/such'"),
             (
                 {"source": "text", "sequence_length": 1, "tokenizer": "/no/such"},
-                "tokenizer is '/no/such'",
+                "tokenizer` is '/no/such'",
             ),
-            begins=r"^config\.data\.",
+            begins=r"^`",
         ),
         *(
             (
@@ -184,15 +187,15 @@ SOURCES = [
         "text",
         find_files,
         *(
-            (path, r"config\.data\.path is .* stands for no file with any")
+            (path, r"`path` is .* stands for no file with any")
             for path in ("/no/such", ".", "*.txt")
         ),
     ),
-    *rows("text", find_unreadable, ("3.txt", r"config\.data\.path is .*3\.txt cannot be read")),
+    *rows("text", find_unreadable, ("3.txt", r"`path` is .*3\.txt cannot be read")),
     *rows(
         "text",
         load_one_line,
-        (b"a single line", r"config\.data\.path is .* too few lines to hold some out"),
+        (b"a single line", r"`path` is .* too few lines to hold some out"),
     ),
     *rows(
         "text",
@@ -205,7 +208,7 @@ SOURCES = [
     *rows(
         "mixture",
         lambda mixture: load({"source": "mixture", "mixture": mixture, **SHORT}),
-        ((), r"config\.data\.mixture is \(\), expected an entry"),
+        ((), r"`mixture` is \(\), expected an entry"),
         (("jsonl x",), r"the entry 'jsonl x', whose source is 'x', none of text, tokens, jsonl"),
         (("0.5 mixture x",), r"whose source is 'mixture', none of"),
         (("half jsonl x",), r"whose weight 'half' is no number; expected 'WEIGHT SOURCE PATH'"),
@@ -216,7 +219,7 @@ SOURCES = [
         (("",), r"whose source is '', none of"),
         (("1 text", "1e-9 jsonl x"), r"the entry 'jsonl x', whose weight is less than 1/65536"),
     ),
-    *rows("cache", cache_in_a_file, ("file", r"^config\.data\.cache is 'file', and .* cannot be")),
+    *rows("cache", cache_in_a_file, ("file", r"^`cache` is 'file', and .* cannot be")),
 ]
 DOCUMENT_FILES = [
     *rows(
@@ -271,7 +274,7 @@ DOCUMENT_FILES = [
             begins=r"^x\.array_record, ",
             error=DamagedDataError,
         ),
-        (("body", b"a"), r"^config\.data\.field is 'body', expected 'text'"),
+        (("body", b"a"), r"^`field` is 'body', expected 'text'"),
     ),
     *rows(
         "documents",
@@ -303,14 +306,14 @@ TOKENS = [
             (train(documents=-1), r"has splits\.train\.documents=-1, expected at least 1"),
             (train(blake2b=None), r"has splits\.train\.blake2b=None, expected a string"),
             (fields(vocab_size=300), r"byte tokenizer has 257 .* expected 300 tokens and BOS 256"),
-            (garble, r"eval\.bin has token 65535 .* less than the vocabulary's 257"),
-            begins=r"config\.data\.path.*",
+            begins=r"^`path`.*",
         ),
+        (garble, r"^tokens/eval\.bin has token 65535 .* less than the vocabulary's 257"),
     ),
     *rows(
         "held_out",
         hold_out_of,
-        (["only one"] * 5, r"^config\.data\.held_out is 0\.02, which leaves none of"),
+        (["only one"] * 5, r"^`held_out` is 0\.02, which leaves none of"),
     ),
     *rows(
         "tokens of others",

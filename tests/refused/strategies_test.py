@@ -121,6 +121,18 @@ REFUSED = [
             TypeError,
             r"own: place of parameter '\S+' of shape \S+ returned P\(\), expected a Placement",
         ),
+        (
+            {"place": lambda info: Placement(())},
+            TypeError,
+            r"^own: place is \S+\(info\), expected a function \(parameter, axes, number of "
+            r"devices\) -> Placement \(too many positional arguments\)\.$",
+        ),
+        ({"place": Placement(())}, TypeError, r"^own: place is Placement\(.*, expected a function"),
+        (
+            {"sends": lambda m, keep, more: CommCounts(m)},
+            TypeError,
+            r"^own: sends is \S+\(m, keep, more\), expected a function \(number of minibatches",
+        ),
         ({"place": lambda *_: Placement(("data",) * 9)}, "expected one entry for each"),
         (first_dim("dta"), r"names=\('dta', None\), expected each mesh"),
         (

@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_stops_a_run_or_the_one_before_is_used(
     assert error.count("\n") == 1
     assert f"checkpoint {workdir / 'checkpoints' / '40'} is damaged: " in error
     assert file.name in error
-    assert "set config.checkpoint.on_corruption='previous'" in error
+    assert "set on_corruption='previous' (in a config config.checkpoint" in error
     after = content(workdir)
     assert {path: after[path] for path in before if "report" not in path.name} == {
         path: data for path, data in before.items() if "report" not in path.name

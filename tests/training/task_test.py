@@ -1,10 +1,15 @@
 """What a config says of fine-tuning reaches the program that it makes."""
 
+import sys
+
 import pytest
 
 from configs import fsdp, lora_lm
+from manualpar.errors import MissingExtraError
 from manualpar.inspect import ledger
+from manualpar.training.config import complete_config
 from manualpar.training.experiment import prepare
+from manualpar.training.task import make_task
 
 
 def _config(**model):
@@ -76,3 +81,32 @@ def test_model_flops_of_a_transformer_are_those_of_its_step(fields, scan_layers,
     phases = ledger(program, compile=False).flops_by_phase()
     step = 8 * (phases["forward"] + phases["backward"]) / config.data.batch_size
     assert flops == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"source": "jsonl", "path": "/no/such"}, r"^config\.data\.path is '/no/such', which"),
+        ({"source": "tokens", "tokenizer": "t"}, r"^config\.data\.tokenizer is 't', expected ''"),
+        (
+            {"mixture": ("1 text x",)},
+            r"because config\.data\.mixture has entries; or set config\.data\.mixture=\(\)\.$",
+        ),
+    ],
+)
+def test_an_error_about_the_data_names_the_field_of_the_config(fields, words):
+    config = complete_config(lora_lm.get_config())
+    config.data.update(fields)
+    with pytest.raises(ValueError, match=words):
+        make_task(config)
+
+
+def test_a_note_and_a_missing_extra_name_the_field_of_the_config(monkeypatch):
+    config = complete_config(lora_lm.get_config())
+    config.data.update({"source": "mixture", "mixture": ("1 jsonl /no/such",)})
+    with pytest.raises(ValueError, match=r"^config\.data\.path is '/no/such'") as raised:
+        make_task(config)
+    assert raised.value.__notes__ == ["in the entry 'jsonl /no/such' of config.data.mixture"]
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(MissingExtraError, match=r"^config\.data\.source='digits' needs scikit-"):
+        make_task(fsdp.get_config())

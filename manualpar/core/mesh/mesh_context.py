@@ -12,7 +12,7 @@ messages. This module replaces these messages by one sentence that names the mod
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -81,6 +81,18 @@ class OutsideMeshes:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.jitted, name)
         return no_mesh()(value) if name in ("eval_shape", "lower", "trace") else value
+
+    def __reduce__(self) -> NoReturn:
+        raise cannot_pickle("a program's step")
+
+
+def cannot_pickle(name: str) -> TypeError:
+    """Returns the error for an object that belongs to the devices of one process."""
+    return TypeError(
+        f"cannot pickle {name}, because it belongs to the devices of this process; pickle the "
+        "arguments of the builder (model, optimizer, loss and options, without mesh) or the "
+        "config, and build the program again. Save its state with Checkpoints."
+    )
 
 
 def on_auto_axes(

@@ -33,11 +33,12 @@ from manualpar.core.parameters.parameter_info import ParameterInfo, on_stages
 from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.sharded_parameter import cast_floating, is_box
 from manualpar.core.parameters.trainable import is_trained
+from manualpar.core.summary import Summarized
 from manualpar.core.trees import path_name
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedModel:
+@dataclasses.dataclass(frozen=True, repr=False)
+class TracedModel(Summarized):
     """A model and its loss, as a program calls them.
 
     Attributes:

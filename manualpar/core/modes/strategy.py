@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
 from manualpar.core.parameters.placement import PlaceFn
 from manualpar.core.state.metrics import Metrics, StepSums
+from manualpar.core.summary import Summarized, describe_function
 from manualpar.core.trees import Batch, Collections, Grads, Placements
 
 ModeName = Literal["manual", "auto", "explicit", "auto-unconstrained"]
@@ -57,8 +58,8 @@ class CommCounts(NamedTuple):
 SendsFn = Callable[[int, bool], CommCounts]
 
 
-@dataclasses.dataclass(frozen=True)
-class Strategy:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Strategy(Summarized):
     """A way to spread the training state over devices.
 
     Attributes:
@@ -87,6 +88,18 @@ class Strategy:
     reduce_every: Every = "step"
     reshard_after_forward: bool = False
     regather_axes: tuple[str, ...] | None = None
+
+    def _summary(self) -> tuple[str, dict[str, str]]:
+        again = ""
+        if self.reshard_after_forward:
+            over = f" over {', '.join(self.regather_axes)}" if self.regather_axes else ""
+            again = f", and again{over} for the backward pass"
+        return f"Strategy({self.name})", {
+            "placement": describe_function(self.place),
+            "replicated over": ", ".join(self.replica_axes) or "no axis",
+            "sharded parameters are gathered": f"in every {self.gather_every}{again}",
+            "gradients are scattered": f"in every {self.reduce_every}",
+        }
 
 
 class Pipelined(Protocol):

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from manualpar.core.mesh.axes import AxisName, Names, axes_size, axis_tuple, written_with
 from manualpar.core.parameters.split_parameter import SplitParameter, names_on
 
-Rules = tuple[tuple[str, AxisName | None], ...]
+Rules = Sequence[tuple[str, AxisName | None]]
 
 
 class AxesOrLogicalNames(nn.LogicallyPartitioned):

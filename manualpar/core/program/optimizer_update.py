@@ -33,14 +33,15 @@ from manualpar.core.parameters.placement import (
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
 from manualpar.core.state.state_arrays import leaf_types
+from manualpar.core.summary import Summarized
 from manualpar.core.tracing.scopes import OPTIMIZER_SCOPE
 from manualpar.core.trees import Grads, OptState, Params, Placements
 
 _REFUSED = re.compile(r"got an unexpected keyword argument '(\w+)'")
 
 
-@dataclasses.dataclass(frozen=True)
-class Update:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Update(Summarized):
     """The optimizer's part of a step.
 
     Attributes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.summary import Summarized
 from manualpar.core.trees import Batch
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-@dataclasses.dataclass(frozen=True)
-class OuterSteps(abc.ABC):
+@dataclasses.dataclass(frozen=True, repr=False)
+class OuterSteps(Summarized, abc.ABC):
     """The outer steps of a program whose replicas train separately, such as DiLoCo.
 
     Attributes:

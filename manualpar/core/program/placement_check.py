@@ -1,5 +1,7 @@
 """Checks a strategy and its placements; errors name the strategy and the parameter."""
 
+import inspect
+
 from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
@@ -7,6 +9,7 @@ from manualpar.core.model.option_table import check_choice
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
 from manualpar.core.parameters.placement import Placement
+from manualpar.core.summary import describe_function
 
 
 def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
@@ -14,11 +17,14 @@ def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
 
     Raises:
       ValueError: `gather_every` or `reduce_every` is not one of the allowed values.
-      TypeError: `replica_axes` is not a tuple, or `sends` does not return a `CommCounts`.
+      TypeError: `replica_axes` is not a tuple, `place` or `sends` takes other arguments, or `sends`
+        does not return a `CommCounts`.
     """
     name = strategy.name
     check_choice(name, "gather_every", strategy.gather_every, ("minibatch", "step"))
     check_choice(name, "reduce_every", strategy.reduce_every, ("minibatch", "step"))
+    _check_signature(strategy, "place", 3, "(parameter, axes, number of devices) -> Placement")
+    _check_signature(strategy, "sends", 2, "(number of minibatches, keep) -> CommCounts")
     if not isinstance(strategy.replica_axes, tuple):
         raise TypeError(
             f"{name}: replica_axes={strategy.replica_axes!r}, expected a tuple of axes."
@@ -32,6 +38,21 @@ def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
         raise
     if not isinstance(sends, CommCounts):
         raise TypeError(f"{name}: sends returned {sends!r}, expected a CommCounts.")
+
+
+def _check_signature(strategy: Strategy, field: str, count: int, expected: str) -> None:
+    """Refuses a function in a field of the strategy that does not take `count` arguments."""
+    function, shown = getattr(strategy, field), ""
+    try:
+        shown = f"{describe_function(function)}{inspect.signature(function)}"
+        inspect.signature(function).bind(*[None] * count)
+    except ValueError:  # Some builtins have no signature.
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"{strategy.name}: {field} is {shown or repr(function)}, expected a function "
+            f"{expected} ({error})."
+        ) from None
 
 
 def place_parameter(

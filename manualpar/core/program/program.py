@@ -10,7 +10,7 @@ jits the functions (`_assemble`). Building uses no device, so the mesh may be ab
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack, cast
+from typing import Any, NoReturn, Unpack, cast
 
 import jax
 import optax
@@ -21,6 +21,7 @@ from manualpar.core.checks.context_check import check_context
 from manualpar.core.checks.trainable_check import check_trainable
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
 from manualpar.core.mesh.mesh_context import (
+    cannot_pickle,
     explain_shardings,
     no_mesh,
     on_auto_axes,
@@ -60,14 +61,15 @@ from manualpar.core.program.optimizer_update import Update
 from manualpar.core.program.outer_steps import OuterSteps, StepFunction
 from manualpar.core.program.placement_check import check_strategy, place_parameter
 from manualpar.core.program.step import Step
-from manualpar.core.state.train_state import TrainState, describe_tree
+from manualpar.core.state.train_state import TrainState
+from manualpar.core.summary import Summarized, describe_shapes, describe_tree
 from manualpar.core.trees import Batch
 
 _MODES: dict[str, type[Mode]] = {x.name: x for x in (Manual, Auto, Explicit, Unconstrained)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Program(StartsFromArrays):
+@dataclasses.dataclass(frozen=True, repr=False)
+class Program(Summarized, StartsFromArrays):
     """A model's training under one strategy.
 
     The methods `init_from`, `adopt` and `whole` are in `manualpar.core.program.load_state`.
@@ -122,31 +124,26 @@ class Program(StartsFromArrays):
     whole_state: TrainState
     abstract_batch: Any
     batch_sharding: NamedSharding
-    create: Callable[[jax.Array], TrainState] = dataclasses.field(repr=False)
+    create: Callable[[jax.Array], TrainState]
     init: Callable[[jax.Array], TrainState]
     train_step: TrainStep
     eval_step: EvalStep
-    step: Step = dataclasses.field(repr=False)
-    outer: OuterSteps | None = dataclasses.field(default=None, repr=False)
+    step: Step
+    outer: OuterSteps | None = None
 
-    def __repr__(self) -> str:
-        """Returns a summary of a few lines: strategy, mesh, parameters, state and batch."""
+    def _summary(self) -> tuple[str, dict[str, str]]:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         sharded = sum(any(spec) for spec in jax.tree.leaves(self.layout.params))
-        specs = {
-            jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
-            for path, x in jax.tree_util.tree_leaves_with_path(self.abstract_batch)
+        return f"Program({self.strategy.name}, mode {self.mode}, mesh {mesh})", {
+            "parameters": f"{describe_tree(self.whole_state.params)}; {sharded} sharded",
+            "optimizer state": describe_tree(self.whole_state.opt_state),
+            "batch": f"{describe_shapes(self.abstract_batch)}; "
+            f"over {' and '.join(self.data_axes) or 'no axis'}, "
+            f"minibatches on a device: {self.num_minibatches}",
         }
-        return "\n".join(
-            [
-                f"Program({self.strategy.name}, mode {self.mode}, mesh {mesh})",
-                f"  parameters: {describe_tree(self.whole_state.params)}; {sharded} sharded",
-                f"  optimizer state: {describe_tree(self.whole_state.opt_state)}",
-                f"  batch: {', '.join(f'{name} {spec}' for name, spec in specs.items())}; "
-                f"over {' and '.join(self.data_axes) or 'no axis'}, "
-                f"minibatches on a device: {self.num_minibatches}",
-            ]
-        )
+
+    def __reduce__(self) -> NoReturn:
+        raise cannot_pickle("a Program")
 
     @property
     def model(self) -> TracedModel:

@@ -48,6 +48,7 @@ from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.metrics import Metrics, StepSums, mean
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.summary import Summarized
 from manualpar.core.trees import (
     Batch,
     Collections,
@@ -61,8 +62,8 @@ from manualpar.core.trees import (
 Aux: TypeAlias = tuple[Collections, PerDevice]
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Step(Summarized):
     """The functions of a training step and of an evaluation step, to be jitted.
 
     Attributes:

@@ -6,13 +6,16 @@ wrong if minibatches have different counts.
 
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# A pair (sum, count) for each name: scalars on the device, or floats after `fetch_metrics`.
-Metrics = dict[str, tuple[Any, Any]]
+# A pair (sum, count) for each name: scalars on the device, as a step returns them.
+Metrics = dict[str, tuple[jax.Array, jax.Array]]
+# The same, on the device or as floats after `fetch_metrics`.
+AnyMetrics = Mapping[str, tuple[Any, Any]]
 
 
 class StepSums(NamedTuple):
@@ -36,14 +39,14 @@ def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
     return total / jnp.where(count == 0, 1, count)
 
 
-def fetch_metrics(metrics: Metrics) -> dict[str, tuple[float, float]]:
+def fetch_metrics(metrics: AnyMetrics) -> dict[str, tuple[float, float]]:
     """Copies metrics to the host, and waits for the computation that makes them."""
     fetched = jax.device_get(dict(metrics))
     # Restores the order of the metrics, because `device_get` sorts a dict by its keys.
     return {name: (float(fetched[name][0]), float(fetched[name][1])) for name in metrics}
 
 
-def add_metrics(first: Metrics | None, second: Metrics) -> Metrics:
+def add_metrics(first: AnyMetrics | None, second: AnyMetrics) -> AnyMetrics:
     """Adds two metrics; `first` may be `None`, for no metrics yet.
 
     Raises:
@@ -61,7 +64,7 @@ def add_metrics(first: Metrics | None, second: Metrics) -> Metrics:
     return {name: added[name] for name in first}
 
 
-def _add(first: Metrics, second: Metrics) -> Metrics:
+def _add(first: AnyMetrics, second: AnyMetrics) -> AnyMetrics:
     return jax.tree.map(operator.add, first, second)
 
 
@@ -70,7 +73,7 @@ def _add(first: Metrics, second: Metrics) -> Metrics:
 _add_on_devices = jax.jit(_add)
 
 
-def mean_metrics(metrics: Metrics) -> dict[str, float]:
+def mean_metrics(metrics: AnyMetrics) -> dict[str, float]:
     """Computes the means as floats, `nan` where the count is 0. Waits for the device."""
     return {
         name: total / count if count else math.nan
@@ -78,7 +81,7 @@ def mean_metrics(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def print_metrics(metrics: Metrics, title: str | None = None) -> None:
+def print_metrics(metrics: AnyMetrics, title: str | None = None) -> None:
     """Prints the mean of every metric on a line of its own, under `title` if there is one."""
     lines = [f"{name}: {mean:.6f}" for name, mean in mean_metrics(metrics).items()]
     if title:

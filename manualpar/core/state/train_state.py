@@ -8,7 +8,6 @@ and the name of its implementation are written.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -19,10 +18,11 @@ import jax.numpy as jnp
 import optax
 from flax.training import train_state
 
+from manualpar.core.summary import Summarized, describe_shapes, describe_tree
 from manualpar.core.trees import Params
 
 
-class TrainState(train_state.TrainState):
+class TrainState(Summarized, train_state.TrainState, repr=False):
     """Flax's train state with the training loop's key and the model's other collections.
 
     Attributes:
@@ -40,6 +40,9 @@ class TrainState(train_state.TrainState):
       tx: The optax optimizer (static).
     """
 
+    # Flax declares these as `int | jax.Array` and as a `FrozenDict`.
+    step: jax.Array
+    params: Params
     rng: jax.Array
     collections: dict[str, Any] = flax.struct.field(default_factory=dict)
     local: dict[str, Any] = flax.struct.field(default_factory=dict)
@@ -57,24 +60,10 @@ class TrainState(train_state.TrainState):
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         return state.replace(step=jnp.zeros((), jnp.int32))
 
-    def __repr__(self) -> str:
-        """Returns a summary of a few lines, because the trees of a model fill pages."""
+    def _summary(self) -> tuple[str, dict[str, str]]:
         trees = ("params", "opt_state", "collections", "local")
-        lines = [f"  {name}: {describe_tree(getattr(self, name))}" for name in trees]
-        return "\n".join([f"TrainState(step={self.step!r})", *lines])
-
-
-def describe_tree(tree: Any) -> str:
-    """Describes a tree in a few words: how many leaves, numbers and bytes its arrays have."""
-    leaves = jax.tree.leaves(tree)
-    arrays = [x for x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
-    if not leaves:
-        return "empty"
-    if len(arrays) < len(leaves):
-        return f"{len(leaves)} leaves"
-    numbers = sum(math.prod(x.shape) for x in arrays)
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-    return f"{len(arrays)} arrays, {numbers:,} numbers, {size:,} bytes"
+        lines = {name: describe_tree(getattr(self, name)) for name in trees}
+        return f"TrainState(step={self.step!r})", lines
 
 
 def is_key(x: Any) -> bool:
@@ -96,6 +85,11 @@ class Batch:
     inputs: Any
     labels: Any
     mask: Any = None
+
+    def __repr__(self) -> str:
+        """Returns the shapes and dtypes of the arrays."""
+        names = ("inputs", "labels", "mask")
+        return f"Batch({', '.join(f'{x}={describe_shapes(getattr(self, x))}' for x in names)})"
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from manualpar.strategies.diloco.state import DiLoCoState
 from manualpar.strategies.diloco.steps import ReplicaSteps, replicated_step
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class DiLoCo(OuterSteps):
     """DiLoCo's outer steps, as a program uses them.
 

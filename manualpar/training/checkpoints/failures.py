@@ -52,7 +52,7 @@ def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
     if any(isinstance(cause, TimeoutError) for cause in causes(error)):
         return CheckpointError(
             f"checkpoint {path} was not saved: it was not written in time; check that all "
-            "processes can write there, or raise config.watch.stall_seconds for a slow disk (a "
-            "save may take twice as long)."
+            "processes can write there, or raise the limit for a slow disk: seconds= of "
+            "Checkpoints, which in a run follows from config.watch.stall_seconds."
         )
     return CheckpointError(f"checkpoint {path} was not saved: {explain_failure(error)}.")

@@ -260,7 +260,8 @@ class Checkpoints:
             if on_corruption == "stop":
                 raise CheckpointError(
                     f"{damage}. To go on from the checkpoint before it, set "
-                    "config.checkpoint.on_corruption='previous', or delete the folder."
+                    "on_corruption='previous' (in a config config.checkpoint.on_corruption), or "
+                    "delete the folder."
                 )
             report(f"{damage}. Trying the checkpoint before it.")
         raise CheckpointError(

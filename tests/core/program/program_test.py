@@ -1,4 +1,5 @@
 import chex
+import cloudpickle
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -259,6 +260,28 @@ def test_a_later_batch_that_does_not_divide_is_refused(devices8):
     with pytest.raises(ValueError, match=r"batch.inputs has 12 examples, expected a positive mult"):
         program.train_step(state, make_batch(size=12))
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))  # Nothing is lost by the error.
+
+
+def test_a_program_says_what_to_pickle_in_its_place(devices8):
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
+    for unpicklable in (program, program.train_step, program.eval_step):
+        with pytest.raises(TypeError, match=r"^cannot pickle .*; pickle the arguments of the bu"):
+            cloudpickle.dumps(unpicklable)
+    with pytest.raises(TypeError, match=r"^cannot pickle a Program, .*Save its state with Checkp"):
+        cloudpickle.dumps(lambda: program)
+
+
+def test_a_pickled_state_is_adopted_by_the_program(devices8):
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.adam(0.1), min_weight_size=16)
+    state = program.init(jax.random.key(0))
+    pickled = cloudpickle.loads(cloudpickle.dumps(state))
+    with pytest.raises(ValueError, match=r"Convert another program's state with program\.adopt"):
+        program.train_step(pickled, make_batch())
+    adopted = program.adopt(pickled)
+    shardings = (jax.tree.map(lambda x: x.sharding, x.params) for x in (adopted, state))
+    chex.assert_trees_all_equal(*shardings)
+    keys = (x.replace(rng=jax.random.key_data(x.rng)) for x in (adopted, state))
+    chex.assert_trees_all_equal(*keys)
 
 
 def test_the_repr_of_a_program_and_of_its_states_is_a_few_lines(devices8):

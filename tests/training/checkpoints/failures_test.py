@@ -48,7 +48,7 @@ def test_a_save_that_takes_too_long_is_told_what_governs_it():
     error.__cause__ = TimeoutError("ChainedFuture completed 3/4 futures")
     assert str(cannot_write(Path("/run/7"), error)).startswith(
         "checkpoint /run/7 was not saved: it was not written in time; check that all processes can "
-        "write there, or raise config.watch.stall_seconds for a slow disk"
+        "write there, or raise the limit for a slow disk: seconds= of Checkpoints, which"
     )
 
 
