@@ -69,6 +69,7 @@ def prepare(
     *,
     devices: Sequence[jax.Device] | int | None = None,
     task: Task | None = None,
+    tracing: contextlib.AbstractContextManager[object] | None = None,
 ) -> Experiment:
     """Checks a config, and builds the task and the program that it describes.
 
@@ -79,6 +80,7 @@ def prepare(
       devices: The devices to train on; by default all of `jax.devices()`. If this is a number, the
         program is traced for that number of devices and cannot run.
       task: The model, loss and data; by default `make_task(config)`.
+      tracing: A context in which the program is traced, for example to show that this takes long.
 
     Raises:
       ValueError: A field is not allowed, or contradicts another field or the devices. The message
@@ -90,7 +92,7 @@ def prepare(
     parse_profile(config.profile)
     task = task or make_task(config)
     schedule = make_schedule(config)
-    program, chosen = _build(config, task, schedule, devices)
+    program, chosen = _build(config, task, schedule, devices, tracing)
     if not isinstance(program, Program):
         raise TypeError(
             f"the builder of config.parallel.strategy={config.parallel.strategy!r} returned "
@@ -158,6 +160,7 @@ def _build(
     task: Task,
     schedule: optax.Schedule,
     devices: Sequence[jax.Device] | int | None,
+    tracing: contextlib.AbstractContextManager[object] | None = None,
 ) -> tuple[Program, ChosenOptions]:
     """Builds the program, and returns it with its compiler options."""
     optimizer, parallel = config.optimizer, config.parallel
@@ -223,7 +226,7 @@ def _build(
         shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
     strategy_fields = {name: parallel[name] for name in kind.fields if name in parallel}
     model = fine_tuned(task.model, config.model)
-    with _optimizer_named(config):
+    with _optimizer_named(config), tracing or contextlib.nullcontext():
         program = kind.builder(
             model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
         )
