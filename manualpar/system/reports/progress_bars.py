@@ -31,15 +31,18 @@ def is_forwarded() -> bool:
 
 
 @contextlib.contextmanager
-def bytes_bar(work: str, total: int, *, console: Any = None) -> Iterator[ShowBytes]:
+def bytes_bar(
+    work: str, total: int, *, console: Any = None, is_shown: bool = True
+) -> Iterator[ShowBytes]:
     """Shows how many bytes of a total are done, if standard error is a terminal.
 
     Args:
       work: The work, such as `tokenizing`.
       total: The bytes at the end of the work.
       console: The rich console to show the bar on; standard error by default.
+      is_shown: Whether this process shows the bar.
     """
-    if importlib.util.find_spec("rich") is None:
+    if not is_shown or importlib.util.find_spec("rich") is None:
         yield lambda done, text="": None
         return
     # Imported here, because rich is optional.
@@ -54,7 +57,7 @@ def bytes_bar(work: str, total: int, *, console: Any = None) -> Iterator[ShowByt
         rich.progress.TextColumn("{task.fields[text]}", markup=False),
         rich.progress.TimeRemainingColumn(),
     )
-    is_shown = console.is_terminal and not console.quiet and not is_forwarded()
+    is_shown = console.is_terminal and not is_forwarded()
     with rich.progress.Progress(
         *columns, console=console, transient=True, disable=not is_shown
     ) as bar:
