@@ -104,6 +104,8 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
         {split: [(file.name, file.size) for file in files] for split, files in parts.items()},
     )
 
+    done, total = 0, sum(file.size for files in parts.values() for file in files)
+
     def encode(split: str) -> np.ndarray:
         nonlocal done
         pieces = []
@@ -125,7 +127,6 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
         num_bytes = sum(file.size for file in files)
         return TokenSplit(stream, sequence_length, tokenizer.bos_token, num_bytes, len(files))
 
-    done, total = 0, sum(file.size for files in parts.values() for file in files)
     makes_tokens = not isinstance(tokenizer, ByteTokenizer)
     with bytes_bar("tokenizing", total, is_shown=makes_tokens) as show:
         splits = {split: load(split) for split in SPLITS}

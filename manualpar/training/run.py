@@ -197,7 +197,7 @@ def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console
     print_line(console, f"mesh: {_describe_mesh(mesh)}")
     if chosen := str(experiment.chosen):
         print_line(console, f"compiler options: {chosen}")
-    console.print(layout_table(program))
+    console.print(layout_table(program), soft_wrap=True)
     if debug.draw_sharding and cluster.is_main:
         draw_sharding(program.abstract_state.params, debug.draw_sharding)
     if every := debug.check_replicas_every:
