@@ -133,7 +133,7 @@ def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
     losses.tick_params(labelbottom=False)
     losses.legend(fontsize=8, ncols=2, handlelength=3.2)
     differences.set_title("Loss minus the loss on one device")
-    differences.set_xlabel("step")
+    pictures.count_steps(differences)
     differences.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     for axes in (losses, differences):
         axes.set_ylabel("nats")
