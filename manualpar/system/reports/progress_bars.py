@@ -1,7 +1,7 @@
 """Shows work that takes long: the bytes done of a total, or the seconds so far.
 
-The bars are shown only in a terminal, and they disappear when the work is done. rich is optional
-here: without it there are no bars.
+The bars are shown only in a terminal, and they disappear when the work is done. Without rich, which
+is optional, there are no bars of bytes.
 """
 
 import contextlib
@@ -72,6 +72,7 @@ def bytes_bar(
 @contextlib.contextmanager
 def running_seconds(console: Any, doing: str) -> Iterator[None]:
     """Shows a line such as `tracing (3 s)` in a terminal, as long as the context lasts."""
+    # Imported here, because rich is optional.
     from rich.progress import Progress, TextColumn
 
     text = TextColumn("{task.description} ({task.elapsed:.0f} s)", markup=False)
@@ -95,7 +96,7 @@ def logged_seconds(
       done: The second line without the seconds, such as `compiled the training step`.
       get_time: Returns the time in seconds.
     """
-    from manualpar.system.reports.tables import print_line
+    from manualpar.system.reports.tables import print_line  # Imports rich.
 
     if console.is_terminal:
         yield
