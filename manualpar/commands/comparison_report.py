@@ -58,13 +58,13 @@ COLUMNS: Sequence[Column[Row]] = (
     Column("minus one device", "difference", "{:+.1e}".format),
     Column("state KiB", "state_bytes", _kib),
     Column("tempor. KiB", "temporary_bytes", _kib),
-    Column("sent KiB/step", "bytes_sent", _kib),
+    Column("sent KiB", "bytes_sent", _kib),
     Column(
-        "formula KiB/step",
+        "formula KiB",
         lambda row: "≤ " * row["formula_is_bound"] + _kib(row["formula_bytes"]),
         str,
     ),
-    Column("collectives", _counts, str),
+    Column("calls", _counts, str),
     Column("compile s", "compile_seconds", "{:.1f}".format),
     Column("step ratio", "step_ratio", "{:.2f}".format),
 )
@@ -92,9 +92,9 @@ def footnotes(rows: Sequence[Row], *, repetitions: int) -> list[str]:
         f"{len(rows[0]['losses'])} steps, and its difference from the loss on one device. State: "
         "parameters and optimizer state on a device. Temporaries: the memory that the compiled "
         "step needs in addition.",
-        "Sent and collectives (all-gathers/reduce-scatters/all-reduces/others): per device and "
-        "step. In mode manual they are read from the traced program, including metrics. In the "
-        "other modes they are read from the program that XLA compiled for this backend.",
+        "Sent, and calls of collectives (all-gathers/reduce-scatters/all-reduces/others): per "
+        "device and step. In mode manual they are read from the traced program, including metrics. "
+        "In the other modes they are read from the program that XLA compiled for this backend.",
         "Formula: the predicted bytes for parameters and gradients, and in mode manual also for "
         "split layers. ≤: an upper bound, because weights are gathered again only if the backward "
         "pass needs them. -: no formula, because XLA may send activations.",
@@ -133,7 +133,7 @@ def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
     losses.tick_params(labelbottom=False)
     losses.legend(fontsize=8, ncols=2, handlelength=3.2)
     differences.set_title("Loss minus the loss on one device")
-    differences.set_xlabel("step")
+    pictures.count_steps(differences)
     differences.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     for axes in (losses, differences):
         axes.set_ylabel("nats")

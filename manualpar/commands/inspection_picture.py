@@ -9,30 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.commands.inspection_report import describe_fit, read_collectives
-from manualpar.core.tracing import scopes as purposes
 from manualpar.inspect.ledger_difference import Json, sent_by
 from manualpar.system.reports import pictures
 from manualpar.system.reports.pictures import Bar
 from manualpar.system.reports.tables import describe_bytes
 
-# Blue is for parameters, red for gradients, green for activations, pink for the optimizer. Grey is
-# for all other purposes, which send few bytes.
-PURPOSE_COLORS = {
-    purposes.GATHER_SCOPE: pictures.BLUE,
-    purposes.REGATHER: pictures.SKY,
-    purposes.NEW_PARAMS_SCOPE: pictures.SKY,
-    purposes.SCATTER_SCOPE: pictures.RED,
-    purposes.REDUCE_SCOPE: pictures.ORANGE,
-    purposes.CAST_SCOPE: pictures.ORANGE,
-    purposes.TENSOR_SCOPE: pictures.GREEN,
-    purposes.SEQUENCE_SCOPE: pictures.GREEN,
-    purposes.EXPERT_SCOPE: pictures.GREEN,
-    purposes.CROSS_ENTROPY_SCOPE: pictures.GREEN,
-    purposes.CONTEXT_SCOPE: pictures.GREEN,
-    purposes.PIPELINE_SCOPE: pictures.GREEN,
-    purposes.EXAMPLES_SCOPE: pictures.GREEN,
-    purposes.OPTIMIZER_SCOPE: pictures.PINK,
-}
 ONE_SCALE = 12.0  # If bars differ by more than this ratio, each step has its own scale.
 NEAR = 2.5  # A bound that is more than this many times the bar is shown only as text.
 # The styles of the lines across bars.
@@ -101,7 +82,11 @@ def _sent(ledger: Json) -> _Panel:
     """Makes the panel of the bytes that a step sends, by purpose, the largest first."""
     sums = sent_by(read_collectives(ledger), "purpose")
     parts = [
-        (f"{purpose}  {sent.times:,} ×", sent.bytes, PURPOSE_COLORS.get(purpose, pictures.GREY))
+        (
+            f"{purpose}  {sent.times:,} ×",
+            sent.bytes,
+            pictures.PURPOSE_COLORS.get(purpose, pictures.GREY),
+        )
         for (purpose,), sent in sorted(sums.items(), key=lambda item: -item[1].bytes)
     ]
     marks = []

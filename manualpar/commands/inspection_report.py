@@ -57,7 +57,7 @@ PARTS: Sequence[Column[Json]] = (
 READINGS: Sequence[Column[Json]] = (
     Column("reading", "name"),
     Column("sent", "sent", str),
-    *(Column(x.replace("_", "-\n", 1), x, describe_count, is_optional=True) for x in KINDS),
+    *(Column(x.replace("_", "-"), x, describe_count, is_optional=True) for x in KINDS),
     Column("FLOPs", "flops", describe_flops),
     Column("memory", "memory", str),
 )

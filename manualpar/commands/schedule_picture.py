@@ -10,9 +10,6 @@ from manualpar.layers.pipeline.schedule_text import describe_place
 from manualpar.system.reports import pictures
 from manualpar.system.reports.tables import describe_flops, describe_share
 
-# Colours of F (forward) and B (backward) for the chunks, in order; more chunks repeat the colours.
-COLORS = {"F": (pictures.BLUE, pictures.SKY), "B": (pictures.RED, pictures.ORANGE)}
-IDLE = "#EEF0F2"
 MOST_NUMBERS = 48  # Up to this many ticks, each tick shows a number.
 MOST_NAMED = 8
 
@@ -58,7 +55,7 @@ def _draw_stages(axes: Any, table: Table, costs: Costs) -> None:
     ):
         microbatches, chunks = table.rows[f"{kind}_microbatch"], table.rows[f"{kind}_chunk"]
         places = np.nonzero(microbatches >= 0)
-        colors = COLORS["F" if kind == "forward" else "B"]
+        colors = pictures.FORWARD if kind == "forward" else pictures.BACKWARD
         axes.barh(
             places[1],
             lengths[places],
@@ -76,11 +73,11 @@ def _draw_stages(axes: Any, table: Table, costs: Costs) -> None:
     axes.set_yticks(range(table.num_stages), [f"stage {i}" for i in range(table.num_stages)])
     axes.set_ylim(table.num_stages - 0.5, -0.5)
     axes.set_xlim(0, starts[-1])
-    axes.set_facecolor(IDLE)
+    axes.set_facecolor(pictures.WAITING)
     axes.grid(visible=False)
     axes.tick_params(left=False)
     axes.set_title(
-        f"Microbatches forward (blue) and backward (red); a device idles for "
+        f"Microbatches forward (slate) and backward (brown); a device idles for "
         f"{describe_share(table.idle_share(costs))} of the time"
     )
 
@@ -91,8 +88,14 @@ def _draw_inputs(axes: Any, table: Table, costs: Costs) -> None:
     shades = np.linspace(0.75, 0, table.num_stages)
     for stage, kept in enumerate(table.kept.T):
         axes.stairs(kept, starts, baseline=None, color=str(shades[stage]), label=f"stage {stage}")
-    axes.axhline(table.activation_slots, color=pictures.GREEN, linestyle="--", linewidth=1)
+    axes.axhline(
+        table.activation_slots,
+        color=pictures.MEMORY_COLORS["activations"],
+        linestyle="--",
+        linewidth=1,
+    )
     axes.set_ylim(0, 1.15 * table.activation_slots)
+    pictures.count_along(axes.yaxis)
     axes.set_title(f"Inputs that a stage keeps, in {table.activation_slots} slots")
     if table.num_stages <= MOST_NAMED:
         axes.legend(

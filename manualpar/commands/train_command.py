@@ -3,6 +3,7 @@
 `manualpar.training.exit_codes` lists the exit codes.
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from manualpar.training.exit_codes import (
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.experiment_facts import experiment_facts
 from manualpar.training.memory_check import check_fits
-from manualpar.training.monitoring.progress import make_console
+from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
 from manualpar.training.trainer import StoppedError
@@ -94,7 +95,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
     remains, goes_on = "nothing was written", ""
     try:
         with ending_all(cluster):
-            experiment, workdir = _prepare(command, cluster)
+            experiment, workdir = _prepare(command, cluster, show_tracing(console))
             remains = f"the results so far are in {workdir}"
             if command.config.checkpoint.every_steps:
                 goes_on = f", and the same command with --workdir={workdir} goes on"
@@ -132,11 +133,13 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
     return 0
 
 
-def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, AnyPath]:
+def _prepare(
+    command: CommandLine, cluster: Cluster, tracing: contextlib.AbstractContextManager[None]
+) -> tuple[Experiment, AnyPath]:
     """Prepares the experiment, checks it in all processes, and chooses its folder."""
     try:
         cluster.enter("preparing")
-        experiment = prepare(command.config)
+        experiment = prepare(command.config, tracing=tracing)
         cluster.enter("comparing what it prepared")
         if cluster.num_processes > 1:
             cluster.agree(experiment_facts(experiment))

@@ -15,6 +15,7 @@ import bisect
 import dataclasses
 import glob
 import hashlib
+import itertools
 import os
 import pathlib
 import sysconfig
@@ -33,6 +34,7 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.places import find_in_bucket, read_range
 from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
+from manualpar.system.reports.progress_bars import bytes_bar
 from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user_path
 
 # The fraction of the files in eval; test has the same fraction.
@@ -102,18 +104,32 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
         {split: [(file.name, file.size) for file in files] for split, files in parts.items()},
     )
 
+    done, total = 0, sum(file.size for files in parts.values() for file in files)
+
+    def encode(split: str) -> np.ndarray:
+        nonlocal done
+        pieces = []
+        for file, tokens in itertools.zip_longest(
+            parts[split], encode_files(parts[split], tokenizer)
+        ):
+            pieces.append(tokens)
+            done += file.size if file else 0  # The last piece is the BOS at the end.
+            show(done)
+        return np.concatenate(pieces)
+
     def load(split: str) -> TokenSplit:
         files = parts[split]
         stream: TokenStream
         if isinstance(tokenizer, ByteTokenizer):
             stream = ByteStream(files)
         else:
-            tokens = np.concatenate(list(encode_files(files, tokenizer)))
-            stream = ArrayStream(tokens, split, tokenizer.vocab_size)
+            stream = ArrayStream(encode(split), split, tokenizer.vocab_size)
         num_bytes = sum(file.size for file in files)
         return TokenSplit(stream, sequence_length, tokenizer.bos_token, num_bytes, len(files))
 
-    splits = {split: load(split) for split in SPLITS}
+    makes_tokens = not isinstance(tokenizer, ByteTokenizer)
+    with bytes_bar("tokenizing", total, is_shown=makes_tokens) as show:
+        splits = {split: load(split) for split in SPLITS}
     return LanguageDataset(tokenizer=tokenizer, fingerprint=fingerprint, **splits)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from manualpar.data.dataset import LanguageDataset
 from manualpar.data.packing import LongExamples
-from manualpar.data.token_job import Job, run_job
+from manualpar.data.token_job import Job, run_job, token_bar
 from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
 from manualpar.system.storage import BucketError, local_path, user_cache
 
@@ -60,7 +60,7 @@ def load_cached(
         with open(folder / f"{job.key}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (directory / DESCRIPTION).exists():
-                run_job(job, directory)
+                _make(job, directory)
             options: dict[str, Any] = {"sequence_length": sequence_length}
             options["long_examples"] = long_examples
             try:
@@ -68,7 +68,7 @@ def load_cached(
             # Deletes damaged files. A run that has mapped them can still read them.
             except TokenFilesError:
                 shutil.rmtree(directory)
-                run_job(job, directory)
+                _make(job, directory)
                 return load_tokens(str(directory), **options)
     except BucketError:
         raise
@@ -77,6 +77,11 @@ def load_cached(
             f"`cache` is {cache!r}, and {folder} cannot be written to "
             f"({error.strerror or error}); name a folder there with room for 2 to 4 bytes a token."
         ) from error
+
+
+def _make(job: Job, directory: pathlib.Path) -> None:
+    with token_bar(job) as report:
+        run_job(job, directory, report=report)
 
 
 def cache_folder(cache: str) -> pathlib.Path:

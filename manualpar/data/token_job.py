@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ from manualpar.data.tokens import (
     lengths_file,
     read_description,
 )
+from manualpar.system.reports.progress_bars import bytes_bar
 from manualpar.system.storage import AnyPath, BucketPath, user_cache, user_path, writing_cache
 from manualpar.system.storage.untrusted import read_object
 
@@ -82,6 +84,22 @@ class Job:
         if self.is_chat:
             return ChatEncoder(tokenizer, self.held_out, self.template)
         return DocumentEncoder(tokenizer, self.held_out)
+
+
+@contextlib.contextmanager
+def token_bar(job: Job) -> Iterator[Callable[[TokenProgress], None]]:
+    """Shows the progress of `run_job` in a terminal: bytes, documents and tokens per second.
+
+    The context's value is a function for the argument `report` of `run_job`.
+    """
+    started = time.monotonic()
+    with bytes_bar("tokenizing", job.size) as show:
+
+        def report(progress: TokenProgress) -> None:
+            rate = progress.tokens / max(time.monotonic() - started, 1e-3)
+            show(progress.bytes, f"{progress.documents:,} documents, {rate:,.0f} tokens/s")
+
+        yield report
 
 
 def make_job(

@@ -11,23 +11,19 @@ an interruption, run the same command again to continue. To train with the token
 `--data.source=tokens --data.path=DIRECTORY`.
 """
 
-import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from manualpar.data.dataset import DamagedDataError
 from manualpar.data.document_files import SUFFIXES
-from manualpar.data.token_job import HELD_OUT, make_job, run_job
-from manualpar.data.token_parts import TokenProgress
+from manualpar.data.token_job import HELD_OUT, make_job, run_job, token_bar
 from manualpar.data.tokens import TokenFiles
 from manualpar.errors import (
     FILES_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     naming_arguments,
     print_error,
-    require,
 )
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import path_flag, user_path
@@ -136,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
                 held_out=args.held_out,
                 template=args.template,
             )
-            with _shown(job.size) as report:
+            with token_bar(job) as report:
                 written = run_job(job, args.output, processes=args.processes, report=report)
     except DamagedDataError as error:
         print_error(error)
@@ -157,32 +153,6 @@ def main(argv: Sequence[str]) -> int:
             f"{in_bytes}"
         )
     return 0
-
-
-@contextlib.contextmanager
-def _shown(size: int) -> Iterator[Callable[[TokenProgress], None]]:
-    """Shows a progress bar in a terminal, with bytes, documents and tokens per second."""
-    require("python -m manualpar.data.tokenize", "rich")
-    import rich.console
-    import rich.progress
-
-    columns = (
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.TimeRemainingColumn(),
-    )
-    console = rich.console.Console(stderr=True)
-    begun = time.monotonic()
-    with rich.progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=size)
-
-        def report(progress: TokenProgress) -> None:
-            rate = progress.tokens / max(time.monotonic() - begun, 1e-3)
-            description = f"{progress.documents:,} documents, {rate:,.0f} tokens/s"
-            bar.update(task, completed=min(progress.bytes, size), description=description)
-
-        yield report
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.core.trees import path_name
 from manualpar.inspect.communication import Collective, as_number, total_bytes
+from manualpar.inspect.fitted_table import FittedTable
 
 GRADIENTS = (SCATTER_SCOPE, REDUCE_SCOPE)
 GATHERS = (GATHER_SCOPE, REGATHER)
@@ -100,10 +101,10 @@ def layout_table(program: Program) -> Table:
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
     mode = "" if program.mode == "manual" else f", mode {program.mode},"
     title = f"{program.strategy.name}{mode} on {program.mesh.size} devices ({mesh})"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = FittedTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("parameter", "shape", "dtype", "partition spec"):
         table.add_column(header, overflow="fold")
-    table.add_column("bytes/device", justify="right", no_wrap=True)
+    table.add_column("bytes/device", justify="right", overflow="fold")
     state = program.abstract_state
     parameters = zip(program.parameters, jax.tree.leaves(state.params), strict=True)
     for (info, placement), x in parameters:

@@ -13,7 +13,6 @@ from manualpar.system.reports.pictures import Bar
 from manualpar.system.reports.tables import describe_bytes, describe_seconds, describe_share
 from manualpar.training.task import SPLIT_AXIS
 
-HIDDEN = "#F3C9A8"  # A pale red.
 SHOWN = 10
 MARKERS = "osD^v"
 
@@ -62,17 +61,18 @@ def _draw_times(
     for place, (plan, label) in enumerate(zip(plans, labels, strict=True)):
         mfu = "" if plan.mfu is None else f", MFU {describe_share(plan.mfu)}"
         parts = [
-            (plan.compute_seconds or 0, pictures.BLUE),
-            (plan.exposed_seconds or 0, pictures.RED),
+            (plan.compute_seconds or 0, pictures.COMPUTING),
+            (plan.exposed_seconds or 0, pictures.SENDING),
         ]
         bars.append(Bar(label, parts, describe_seconds(plan.step_seconds) + mfu))
-        axes.barh(place + 0.41, plan.overlapped_seconds or 0, height=0.12, color=HIDDEN)
+        hidden = plan.overlapped_seconds or 0
+        axes.barh(place + 0.41, hidden, height=0.12, color=pictures.SENDING_HIDDEN)
     pictures.draw_bars(axes, bars)
     pictures.format_ticks(axes.xaxis, describe_seconds)
     axes.set_title(title)
     axes.set_xlabel("step time, estimated")
-    colors = {"computing": pictures.BLUE, "sending, exposed": pictures.RED}
-    pictures.add_legend(axes, {**colors, "sending, hidden": HIDDEN})
+    colors = {"computing": pictures.COMPUTING, "sending, exposed": pictures.SENDING}
+    pictures.add_legend(axes, {**colors, "sending, hidden": pictures.SENDING_HIDDEN})
 
 
 def _draw_memory(axes: Any, plans: Sequence[StepEstimate]) -> None:
@@ -112,7 +112,7 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[int, StepEstimat
     longest = max(curves.values(), key=len, default=())
     counts = [count for count, _ in longest]
     computing = [plan.compute_seconds or 0 for _, plan in longest]
-    axes.plot(counts, computing, color=pictures.GREY, linestyle="--", label="computing alone")
+    axes.plot(counts, computing, color=pictures.COMPUTING, linestyle="--", label="computing alone")
     axes.scatter([], [], color="white", edgecolors=pictures.INK, label="does not fit")
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=30)

@@ -23,17 +23,18 @@ __all__ = [
 ]
 
 _STATE, _PARAMETERS = STATE_SHARDING_FIELDS, PARAMETER_SHARDING_FIELDS
-FSDP = StrategyKind("fsdp", fsdp.fsdp, "#0072B2", _PARAMETERS, on_torus=True, has_curve=True)
+# The colours are Paul Tol's muted ones. In pictures they stand for strategies only.
+FSDP = StrategyKind("fsdp", fsdp.fsdp, "#332288", _PARAMETERS, on_torus=True, has_curve=True)
 BUILT_IN = (
-    StrategyKind("dp", data_parallel.data_parallel, "#56B4E9", has_curve=True),
-    StrategyKind("zero1", zero.zero, "#009E73", _STATE, {"stage": 1}),
-    StrategyKind("zero2", zero.zero, "#E69F00", _STATE, {"stage": 2}, fewest_minibatches=2),
+    StrategyKind("dp", data_parallel.data_parallel, "#88CCEE", has_curve=True),
+    StrategyKind("zero1", zero.zero, "#117733", _STATE, {"stage": 1}),
+    StrategyKind("zero2", zero.zero, "#DDCC77", _STATE, {"stage": 2}, fewest_minibatches=2),
     FSDP,
-    StrategyKind("hsdp", hsdp.hsdp, "#CC79A7", _PARAMETERS, replicates=True, has_curve=True),
+    StrategyKind("hsdp", hsdp.hsdp, "#CC6677", _PARAMETERS, replicates=True, has_curve=True),
     StrategyKind(
         "diloco",
         diloco_config.diloco_of_config,
-        "#D55E00",
+        "#882255",
         {**_PARAMETERS, **diloco_config.FIELDS},
         replicates=True,
         is_exact=False,

@@ -85,7 +85,7 @@ def register(kind: StrategyKind) -> None:
         )
     if not re.fullmatch("#[0-9A-Fa-f]{6}", str(kind.color)):
         raise ValueError(
-            f"register: color of {kind.name!r} is {kind.color!r}, expected a code like '#D55E00'."
+            f"register: color of {kind.name!r} is {kind.color!r}, expected a code like '#999933'."
         )
     if not isinstance(kind.fields, Mapping) or not all(
         isinstance(field, Field) for field in kind.fields.values()

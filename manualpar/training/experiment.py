@@ -73,6 +73,7 @@ def prepare(
     *,
     devices: Sequence[jax.Device] | int | None = None,
     task: Task | None = None,
+    tracing: contextlib.AbstractContextManager[object] | None = None,
 ) -> Experiment:
     """Checks a config, and builds the task and the program that it describes.
 
@@ -83,6 +84,7 @@ def prepare(
       devices: The devices to train on; by default all of `jax.devices()`. If this is a number, the
         program is traced for that number of devices and cannot run.
       task: The model, loss and data; by default `make_task(config)`.
+      tracing: A context in which the program is traced, for example to show that this takes long.
 
     Raises:
       ValueError: A field is not allowed, or contradicts another field or the devices. The message
@@ -95,7 +97,7 @@ def prepare(
     task = task or make_task(config)
     _check_evaluated(config, task)
     schedule = None if task.optimizer else make_schedule(config)
-    program, chosen = _build(config, task, schedule, devices)
+    program, chosen = _build(config, task, schedule, devices, tracing)
     if not isinstance(program, Program):
         raise TypeError(
             f"the builder of config.parallel.strategy={config.parallel.strategy!r} returned "
@@ -177,6 +179,7 @@ def _build(
     task: Task,
     schedule: optax.Schedule | None,
     devices: Sequence[jax.Device] | int | None,
+    tracing: contextlib.AbstractContextManager[object] | None = None,
 ) -> tuple[Program, ChosenOptions]:
     """Builds the program, and returns it with its compiler options."""
     optimizer, parallel = config.optimizer, config.parallel
@@ -246,7 +249,7 @@ def _build(
     shared |= _options_of(task, kind, decided=shared)
     strategy_fields = {name: parallel[name] for name in kind.fields if name in parallel}
     model = fine_tuned(task.model, config.model)
-    with _optimizer_named(config):
+    with _optimizer_named(config), tracing or contextlib.nullcontext():
         program = kind.builder(
             model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
         )

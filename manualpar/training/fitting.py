@@ -23,7 +23,7 @@ from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import prepare
 from manualpar.training.experiment_facts import experiment_facts, show_fact
 from manualpar.training.memory_check import check_fits
-from manualpar.training.monitoring.progress import make_console
+from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.run import run
 from manualpar.training.task import Task
 from manualpar.training.workdir import check_folder, choose_workdir
@@ -112,7 +112,7 @@ def fit(
             if isinstance(dataset.train, BatchStream) and "data.batch_size" not in given:
                 given["data.batch_size"] = _rows(dataset.train)
             filled = _fill(given)
-            experiment = prepare(filled, task=task)
+            experiment = prepare(filled, task=task, tracing=show_tracing(console))
             if cluster.num_processes > 1:
                 values = {name: show_fact(x) for name, x in flatten_config(filled).items()}
                 cluster.agree({**values, **experiment_facts(experiment)})

@@ -247,7 +247,7 @@ def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console
         if (used := evaluated(split, experiment.config.data.batch_size)) < len(split):
             words = f"{name}: {used} of {len(split)} examples are used, those of full batches"
             print_line(console, f"{words}, because examples without a mask cannot be padded")
-    console.print(layout_table(program))
+    console.print(layout_table(program), soft_wrap=True)
     if debug.draw_sharding and cluster.is_main:
         draw_sharding(program.abstract_state.params, debug.draw_sharding)
     if every := debug.check_replicas_every:
@@ -288,7 +288,7 @@ def _write_report(
         "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
         "strategy": f"{program.strategy.name}, mode {program.mode}",
         "mesh": _describe_mesh(program.mesh),
-        "compiler options": str(experiment.chosen) or "the compiler's defaults",
+        "compiler options": experiment.chosen.describe(),
         "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
         "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
         **({"dtypes sent": codes} if (codes := describe_codes(program.comm)) else {}),

@@ -156,7 +156,8 @@ class Trainer:
                 is_profiled = self.profiler.covers(step)
                 self.cluster.enter("in a profiled step" if is_profiled else "in a step")
                 self.profiler.before(step, state)
-                state, metrics = self.experiment.program.step_at(step)(state, batch)
+                call = self.experiment.program.step_at(step)
+                state, metrics = self.recorder.screen.call("training step", call, state, batch)
                 self.profiler.after(step, state)
                 self.cluster.enter(BETWEEN_STEPS)
                 is_last = step == num_steps
@@ -264,7 +265,7 @@ class Trainer:
             self.cluster.enter("evaluating")
             if waiting is not None:
                 self.recorder.put(split, step, waiting, report=False)
-            waiting = program.eval_step(state, batch)
+            waiting = self.recorder.screen.call("evaluation step", program.eval_step, state, batch)
             self.detector.beat(step)
         self.recorder.put(split, step, waiting, report=True)
 

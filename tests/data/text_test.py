@@ -8,11 +8,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from manualpar.data import text as text_module
 from manualpar.data.dataset import SPLITS
 from manualpar.data.sources import load_dataset
 from manualpar.data.text import ByteStream, TextFile, find_files, load_text, split_files
 from manualpar.data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.data.trained_tokenizer import write_tokenizer
+from tests.shown_bars import record_bars
 
 BOS = 256
 
@@ -139,11 +141,17 @@ def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path, name):
     assert {piece.path.name for piece in find_files(str(tmp_path / name))} == {name}
 
 
-def test_a_tokenizer_file_makes_the_tokens(tmp_path):
+def test_a_tokenizer_file_makes_the_tokens(tmp_path, monkeypatch):
+    bars = record_bars(monkeypatch, text_module)
     documents = {f"{i}.py": b"def f(x):\n    return %d\n" % i for i in range(200)}
     path = _write(tmp_path / "corpus", documents)
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
     dataset = load_text(path, sequence_length=32, tokenizer=tokenizer)
+    total = sum(map(len, documents.values()))
+    ((work, size, shown),) = bars
+    assert (work, size, shown[-1]) == ("tokenizing", total, total)
+    load_text(path, sequence_length=32, tokenizer=ByteTokenizer())
+    assert len(bars) == 1, "bytes need not be tokenized"
     bos = dataset.tokenizer.bos_token
     for name, files in split_files(find_files(path)).items():
         split = getattr(dataset, name)

@@ -6,12 +6,13 @@ import pathlib
 import chex
 import pytest
 
-from manualpar.data import token_cache
+from manualpar.data import token_cache, token_job
 from manualpar.data.sources import load_dataset
 from manualpar.data.token_cache import cache_folder
 from manualpar.data.tokenize import write_token_files
 from tests.data.documents import write_documents
 from tests.data.trained_tokenizer import write_tokenizer
+from tests.shown_bars import record_bars
 
 DOCUMENTS = [f"{i} " + "a b\n" * (i % 9) for i in range(100)]
 
@@ -39,12 +40,16 @@ def test_tokens_are_made_once_and_again_when_a_file_changes(tmp_path, monkeypatc
     path, cache, calls = write_documents(tmp_path, "jsonl", DOCUMENTS), tmp_path / "cache", []
     run_job = token_cache.run_job
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         calls.append(arguments)
-        return run_job(*arguments)
+        return run_job(*arguments, **options)
 
     monkeypatch.setattr(token_cache, "run_job", counted)
+    bars = record_bars(monkeypatch, token_job)
     first = _load(path, cache)
+    ((work, total, shown),) = bars
+    assert (work, total) == ("tokenizing", os.path.getsize(path))
+    assert shown[-1] == total
     assert _load(path, cache, sequence_length=8).fingerprint != first.fingerprint
     assert len(calls) == 1
     content = pathlib.Path(path).read_bytes()

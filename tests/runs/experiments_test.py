@@ -86,7 +86,7 @@ def test_a_run_needs_no_flag_and_no_folder(tmp_path):
     assert process.returncode == 0, error
     assert error == ""
     lines = output.splitlines()
-    assert lines[0] == "mesh: data=8 on 8 simulated cpu devices"
+    assert lines[2] == "mesh: data=8 on 8 simulated cpu devices"
     assert re.fullmatch(r"test accuracy: \d\.\d{4}", lines[-3])
     assert lines[-1] == "results: runs/dp/001"
     assert len(read_metrics(tmp_path / "runs/dp/001")) == 2
@@ -107,7 +107,7 @@ def test_a_language_model_with_experts_learns(tmp_path):
     assert process.returncode == 0, error
     assert error == ""
     lines = output.splitlines()
-    assert lines[0] == "mesh: data=2, expert=4 on 8 simulated cpu devices"
+    assert lines[2] == "mesh: data=2, expert=4 on 8 simulated cpu devices"
     assert "expert_0" not in output
     assert "busiest_expert" in output
     first, *_, last = read_metrics(tmp_path / "runs/moe_lm/001")
@@ -135,7 +135,7 @@ def test_a_language_model_on_a_mesh_of_several_axes_learns(tmp_path, name, mesh,
     assert process.returncode == 0, error
     assert error == ""
     lines = output.splitlines()
-    assert lines[0].startswith(f"mesh: {mesh} on 8 simulated cpu devices")
+    assert lines[2].startswith(f"mesh: {mesh} on 8 simulated cpu devices")
     assert any(line.startswith("  def ") for line in lines)
     first, *_, last = read_metrics(tmp_path / f"runs/{name}/001")
     assert last["loss"] < first["loss"]

@@ -109,7 +109,7 @@ def test_it_is_compared_in_its_colour(monkeypatch):
     assert own["strategy"] == NAME
     assert own["formula_bytes"] * 2 == zero1["formula_bytes"]
     assert own["collectives"] == zero1["collectives"]
-    assert "#D55E00" in drawn
+    assert "#999933" in drawn
 
 
 def test_it_is_planned_and_part_of_a_sweep(capsys):

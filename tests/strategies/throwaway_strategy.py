@@ -32,7 +32,7 @@ register(
     StrategyKind(
         "zero_in_16_bits",
         zero_in_16_bits,
-        color="#D55E00",
+        color="#999933",
         fields={
             **STATE_SHARDING_FIELDS,
             "stored_dtype": Field(

@@ -1,6 +1,7 @@
 """Loads parameters from `.safetensors` files directly into the shards of a program.
 
-Each process reads only the slices of its devices, see `slices`.
+Each process reads only the slices of its devices, see `slices`. In a terminal, a bar on standard
+error shows the bytes that process 0 has read.
 
 Invariants: the config, and the names, shapes and dtypes of all tensors, are compared with the
 program before any tensor is read. The optimizer's state is computed from the sharded parameters. If
@@ -24,10 +25,11 @@ from manualpar.core.program.load_state import (
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.models.pretrained.directory import model_directory
-from manualpar.models.pretrained.slices import ShardReader
+from manualpar.models.pretrained.slices import ShardReader, bytes_to_read
 from manualpar.models.pretrained.sources import find_sources
 from manualpar.models.pretrained.tensor_names import Rule
 from manualpar.system.cluster.agreement import failing_together
+from manualpar.system.reports.progress_bars import bytes_bar
 from manualpar.system.storage import GivenPath
 
 
@@ -109,10 +111,11 @@ def load(
     with failing_together():
         local = model_directory(directory)
         sources = find_sources(program, local, names=names, missing=missing)
-    reader = ShardReader(sources.files)
     plain, encodings = plain_leaves(program, leaves)
-    with failing_together():
-        wanted = [leaf for leaf in plain if leaf.name in sources.pieces]
+    wanted = [leaf for leaf in plain if leaf.name in sources.pieces]
+    total, is_main = bytes_to_read(wanted, sources), jax.process_index() == 0
+    with failing_together(), bytes_bar("reading", total, is_shown=is_main) as show:
+        reader = ShardReader(sources.files, report=show)
         placed = reader.place([leaf for leaf in wanted if leaf.name not in encodings], sources)
         # One leaf at a time, because quantizing needs more memory than the result.
         for leaf in wanted:

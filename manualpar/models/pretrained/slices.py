@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,8 +37,12 @@ Bounds = tuple[tuple[int, int], ...]
 class ShardReader:
     """Reads slices of tensors in several threads, and counts the bytes read."""
 
-    def __init__(self, files: TensorFiles) -> None:
+    def __init__(
+        self, files: TensorFiles, *, report: Callable[[int], None] = lambda bytes_read: None
+    ) -> None:
+        """Makes a reader, which calls `report` with the bytes read so far, in any thread."""
         self._files, self.bytes_read, self._lock = files, 0, threading.Lock()
+        self._report = report
 
     def place(self, leaves: Sequence[Leaf], sources: Sources) -> dict[str, jax.Array]:
         """Reads variables from the files, and shards them over the devices of this process."""
@@ -72,10 +76,9 @@ class ShardReader:
     ) -> list[jax.Array]:
         """Reads a box of a variable, and puts each shard in the box on its devices."""
         whole = np.zeros([stop - start for start, stop in box], leaf.dtype)
-        for piece in sources.pieces[leaf.name]:
-            stacked = len(piece.entry)
-            if (entry := entry_within(piece.entry, box)) is not None:
-                self._read(piece, sources.shape_of(piece, leaf), box[stacked:], whole[entry])
+        for piece, entry in _pieces_within(leaf, box, sources):
+            sizes, stacked = sources.shape_of(piece, leaf), len(piece.entry)
+            self._read(piece, sizes, box[stacked:], whole[entry])
         return jax.block_until_ready(
             [
                 jax.device_put(whole[within(part, box)], device)
@@ -86,12 +89,33 @@ class ShardReader:
 
     def _read(self, piece: TensorPiece, sizes: Sequence[int], box: Bounds, out: np.ndarray) -> None:
         """Reads a box of a piece into `out`; `sizes` is the piece's shape without padding."""
-        # Entries beyond `sizes` are padding, which stays 0.
-        for part in slices_of(piece, sizes, common(box, [(0, size) for size in sizes])):
+        for part in slices_of(piece, sizes, unpadded(box, sizes)):
             value = self._files.read(piece.tensor, part.where)
             with self._lock:
                 self.bytes_read += value.nbytes
+                self._report(self.bytes_read)
             copy_turned(out[within(part.bounds, box)], part.turned(value))
+
+
+def bytes_to_read(leaves: Iterable[Leaf], sources: Sources) -> int:
+    """Returns the bytes of tensors that `ShardReader.place` reads for variables."""
+    total = 0
+    for leaf in leaves:
+        for part in _devices_by_part(leaf):
+            for piece, _ in _pieces_within(leaf, part, sources):
+                box = unpadded(part[len(piece.entry) :], sources.shape_of(piece, leaf))
+                itemsize = jax.numpy.dtype(sources.files.dtypes[piece.tensor]).itemsize
+                total += 0 if is_empty(box) else _volume(box) * itemsize
+    return total
+
+
+def _pieces_within(
+    leaf: Leaf, box: Bounds, sources: Sources
+) -> Iterator[tuple[TensorPiece, tuple[Any, ...]]]:
+    """Yields the tensors of a variable that are in a box of it, and their index in the box."""
+    for piece in sources.pieces[leaf.name]:
+        if (entry := entry_within(piece.entry, box)) is not None:
+            yield piece, entry
 
 
 def finish(threads: concurrent.futures.Executor, jobs: Iterable[concurrent.futures.Future]) -> None:
@@ -171,6 +195,11 @@ def common(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> Bounds
     """Intersects two boxes; the result may be empty."""
     pairs = zip(a, b, strict=True)
     return tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in pairs)
+
+
+def unpadded(box: Bounds, sizes: Sequence[int]) -> Bounds:
+    """Returns the part of a box without padding, which begins after `sizes`; it may be empty."""
+    return common(box, [(0, size) for size in sizes])
 
 
 def is_empty(box: Bounds) -> bool:

@@ -76,13 +76,18 @@ class CountedStep:
         self.inner_step, self._due_at, self._every = inner_step, due_at, every
         self._outer_steps, self._overlapped_outer_steps = outer_steps, overlapped_outer_steps
         self._number, self._latest = 0, cast(Any, lambda: None)
+        # Made once, so that a caller recognises a step that it has called before.
+        self._combined_steps = [
+            functools.partial(self._with_outer_step, fragment)
+            for fragment in range(len(outer_steps))
+        ]
 
     def at(self, number: int) -> StepFunction:
         """Returns the function that takes step `number`, counted from 1."""
         fragment = self._due_at(number)
         if fragment is None:
             return cast(StepFunction, self.inner_step)
-        return functools.partial(self._with_outer_step, fragment)
+        return self._combined_steps[fragment]
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Takes the next step of a state: the step after the number in its step counter."""
@@ -111,11 +116,12 @@ class CountedStep:
     def _in_trace(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Takes a step inside a traced function, where the step number is not known yet."""
         fragments = [self._due_at(number) for number in range(1, self._every + 1)]
-        numbers = range(len(self._outer_steps))
-        with_outer_steps = [functools.partial(self._with_outer_step, f) for f in numbers]
         branches = jnp.asarray([0 if f is None else f + 1 for f in fragments])
         result: tuple[TrainState, Metrics] = jax.lax.switch(
-            branches[state.step % self._every], [self.inner_step, *with_outer_steps], state, batch
+            branches[state.step % self._every],
+            [self.inner_step, *self._combined_steps],
+            state,
+            batch,
         )
         return result
 

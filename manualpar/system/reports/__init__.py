@@ -1,1 +1,1 @@
-"""Tables and pictures that commands print."""
+"""Tables, bars and pictures that commands show."""

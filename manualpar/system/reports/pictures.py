@@ -9,22 +9,49 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manualpar.core.tracing import scopes as purposes
 from manualpar.errors import require
 from manualpar.system.reports.tables import describe_bytes
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish.
-BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
-ORANGE, RED, PINK = "#E69F00", "#D55E00", "#CC79A7"
 INK, DARK, GREY, FAINT = "#222222", "#555555", "#B8BEC6", "#DDDDDD"
-# The colours of the classes of a device's memory; all other classes are grey.
+# The palette: in all pictures, a colour stands for the same thing. The colours of strategies are
+# fields of `StrategyKind`.
+#
+# Kinds of arrays have Okabe and Ito's colours, which colour-blind readers can distinguish: blue for
+# parameters, red for gradients, green for activations, pink for the optimizer, yellow for examples.
+# Grey is for everything else.
 MEMORY_COLORS = {
-    "parameters": BLUE,
-    "gradients": RED,
-    "optimizer": PINK,
-    "gathered": SKY,
-    "activations": GREEN,
-    "batch": YELLOW,
+    "parameters": "#0072B2",
+    "gradients": "#D55E00",
+    "optimizer": "#CC79A7",
+    "gathered": "#56B4E9",
+    "activations": "#009E73",
+    "batch": "#F0E442",
 }
+# The purpose of a collective has the colour of the arrays that it sends, or a shade of this colour.
+PURPOSE_COLORS = {
+    purposes.GATHER_SCOPE: MEMORY_COLORS["parameters"],
+    purposes.REGATHER: MEMORY_COLORS["gathered"],
+    purposes.NEW_PARAMS_SCOPE: "#A6CFEA",
+    purposes.SCATTER_SCOPE: MEMORY_COLORS["gradients"],
+    purposes.REDUCE_SCOPE: "#E69F00",
+    purposes.CAST_SCOPE: "#F2B48A",
+    purposes.TENSOR_SCOPE: MEMORY_COLORS["activations"],
+    purposes.SEQUENCE_SCOPE: "#66C5AB",
+    purposes.EXPERT_SCOPE: "#00543D",
+    purposes.CROSS_ENTROPY_SCOPE: "#8DB255",
+    purposes.CONTEXT_SCOPE: "#4C7A1E",
+    purposes.PIPELINE_SCOPE: "#B5E2D3",
+    purposes.EXAMPLES_SCOPE: MEMORY_COLORS["batch"],
+    purposes.OPTIMIZER_SCOPE: MEMORY_COLORS["optimizer"],
+    purposes.OUTER_SCOPE: "#8C4B73",
+}
+# How a device spends its time.
+COMPUTING, SENDING, SENDING_HIDDEN, WAITING = "#44546A", "#7A3E9D", "#D7BFE3", "#EEF0F2"
+# Colours of the chunks of a pipeline, in order; more chunks repeat the colours.
+FORWARD, BACKWARD = (COMPUTING, "#8496B0"), ("#7F5539", "#B08968")
+SPLIT_COLORS = {"train": "#4477AA", "eval": "#EE6677", "test": "#228833"}
+OTHER_SPLIT = "#AA3377"
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -131,6 +158,20 @@ def draw_bars_of_bytes(
 def format_ticks(axis: Any, describe: Callable[[float], str]) -> None:
     """Formats the numbers along an axis; 0 has no unit."""
     axis.set_major_formatter(lambda value, position: describe(value) if value else "0")
+
+
+def count_steps(axes: Any) -> None:
+    """Labels the x axis as steps, with whole numbers such as `1,000`."""
+    count_along(axes.xaxis)
+    axes.set_xlabel("step")
+
+
+def count_along(axis: Any) -> None:
+    """Puts ticks only at whole numbers of an axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.set_major_formatter("{x:,.0f}")
 
 
 def scale_in_bytes(axes: Any) -> None:

@@ -8,15 +8,16 @@ numbers to the right.
 
 import dataclasses
 import functools
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import rich.console
 from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from manualpar.errors import printable
+from manualpar.inspect.fitted_table import FittedTable
 
 Row = TypeVar("Row")
 
@@ -123,9 +124,12 @@ def print_line(console: rich.console.Console, text: str) -> None:
 
 
 def print_wrapped(console: rich.console.Console, *paragraphs: str) -> None:
-    """Prints paragraphs, wrapped to the width of the console."""
+    """Prints paragraphs, wrapped between words to the width of the console."""
     for paragraph in paragraphs:
-        console.print(paragraph, markup=False, highlight=False)
+        lines = textwrap.wrap(
+            paragraph, console.width, break_long_words=False, break_on_hyphens=False
+        )
+        print_line(console, "\n".join(lines))
 
 
 def print_table(
@@ -139,6 +143,9 @@ def print_table(
 ) -> None:
     """Prints a title and, if there are rows, a table followed by an empty line.
 
+    In a narrow terminal, cells are wrapped between words. If the words are too long, the table is
+    wider than the terminal, so that names can be searched.
+
     Args:
       console: The console to print on.
       columns: The columns.
@@ -151,18 +158,17 @@ def print_table(
         console.print(Text(title, style="bold"), soft_wrap=True)
     if not rows:
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    table = FittedTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     columns = [column for column in columns if column.is_shown(rows)]
     for column in columns:
         justify: Any = "right" if column.describe else "left"
-        # In a narrow terminal the cells are broken into lines, and no character is left out.
         table.add_column(Text(column.name), justify=justify, overflow="fold")
     for row in rows[:most]:
         table.add_row(*(Text(column.cell(row)) for column in columns))
     if last is not None:
         table.add_section()
         table.add_row(*(Text(x.cell(last) if x.is_summed else "") for x in columns))
-    console.print(table)
+    console.print(table, soft_wrap=True)
     if most is not None and len(rows) > most:
         print_line(console, f"and {len(rows) - most:,} more, which are in the files")
     console.print()

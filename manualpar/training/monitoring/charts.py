@@ -5,11 +5,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from manualpar.system.reports.pictures import BLUE, GREEN, INK, PINK, RED, new_figure
+from manualpar.system.reports.pictures import (
+    INK,
+    OTHER_SPLIT,
+    SPLIT_COLORS,
+    count_steps,
+    new_figure,
+)
 from manualpar.training.monitoring.run_record import Chart, Point
 
-COLORS = {"train": BLUE, "eval": RED, "test": GREEN}
-OTHER_COLOR = PINK
 GREY = "#767676"  # Dark enough for a thin line.
 COLUMNS = 2
 # A line has at most MOST_POINTS points. If it has at most FEW_POINTS, each point is marked.
@@ -51,7 +55,7 @@ def draw_chart(axes: Any, chart: Chart) -> None:
         axes.plot(
             [step for step, _ in points],
             [math.nan if value is None else value for _, value in points],
-            color=COLORS.get(split, OTHER_COLOR),
+            color=SPLIT_COLORS.get(split, OTHER_SPLIT),
             linewidth=1.4,
             marker="o",
             markersize=3.5,
@@ -67,7 +71,7 @@ def draw_chart(axes: Any, chart: Chart) -> None:
         label = "" if index else "resumed"
         axes.axvline(step, color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), label=label)
     axes.set_title(chart.title)
-    axes.set_xlabel("step")
+    count_steps(axes)
     axes.set_ylabel(chart.unit)
     if chart.from_zero:
         axes.set_ylim(bottom=0)

@@ -2,22 +2,27 @@
 
 The bar is on one line, with the most important numbers first. If the line is too long, the bar
 becomes shorter, and then the least important numbers are left out. The files have every number.
+
+A program is traced when it is built, and its steps are compiled when they are first called. Both
+can take minutes, so a terminal shows their seconds, and a log file gets a line when each begins and
+a line when it ends.
 """
 
+import contextlib
 import io
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self, TypeVar
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from manualpar.system.reports.progress_bars import is_forwarded, logged_seconds, running_seconds
 from manualpar.system.reports.tables import describe_bytes, print_line
 
-# Environment variables that Open MPI and MPICH set in each process.
-MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+Result = TypeVar("Result")
+
 # Width of a table in a log file, in characters. In a terminal, a table has the terminal's width.
 LOG_WIDTH = 120
 
@@ -43,6 +48,8 @@ NOT_SHOWN = ("model_flops_per_second", "expert_")
 BAR_WIDTH, SMALLEST_BAR = 40, 4
 LONGEST_TIME = len("100:00:00")
 LABEL = "training"
+COMPILING = "compiling"
+LONGEST_LABEL = len(f"{COMPILING} (9999 s)")
 # The remaining time is estimated from the steps in this many seconds. With rich's default of 30 s,
 # there would be no estimate for slower steps.
 ETA_SECONDS = 600.0
@@ -53,14 +60,22 @@ def make_console(*, process: int = 0) -> rich.console.Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal cannot show must not end a run with an error.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # `mpirun` runs each process in a pseudo-terminal and forwards the output as through a pipe.
-    is_piped = any(name in os.environ for name in MPI_RANKS)
     console = rich.console.Console(
-        highlight=False, quiet=process != 0, force_terminal=False if is_piped else None
+        highlight=False, quiet=process != 0, force_terminal=False if is_forwarded() else None
     )
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console
+
+
+@contextlib.contextmanager
+def show_tracing(console: rich.console.Console) -> Iterator[None]:
+    """Shows that the program is traced, as long as the context lasts."""
+    with (
+        running_seconds(console, "tracing"),
+        logged_seconds(console, "tracing the program", "traced the program"),
+    ):
+        yield
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:
@@ -120,11 +135,14 @@ class TrainingProgress:
         """
         self._console = console
         self._num_steps = num_steps
+        self._get_time = get_time
+        self._compiled: list[Callable[..., Any]] = []
+        self._compiling: _Compiling | None = None
         self._metrics: dict[str, float] = {}
         self._also = "" if state_bytes is None else f"state {describe_bytes(state_bytes)}/device"
         self._bar_column = BarColumn(BAR_WIDTH)
         self._bar = Progress(
-            TextColumn("{task.fields[label]}"),
+            TextColumn("{task.fields[label]}", markup=False),
             self._bar_column,
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -138,6 +156,27 @@ class TrainingProgress:
         self._task = self._bar.add_task(
             LABEL, total=num_steps, completed=first_step, **self._fields()
         )
+
+    def call(self, name: str, step: Callable[..., Result], *args: Any) -> Result:
+        """Calls a jitted step, and shows the first call of each step as `compiling (3 s)`.
+
+        Args:
+          name: The name of the step in a log file, such as `training step`.
+          step: The step.
+          *args: The arguments of the step.
+        """
+        if step in self._compiled:
+            return step(*args)
+        self._compiled.append(step)
+        self._compiling = _Compiling(self._get_time)
+        self._bar.update(self._task, **self._fields())
+        lines = f"compiling the {name}", f"compiled the {name}"
+        try:
+            with logged_seconds(self._console, *lines, get_time=self._get_time):
+                return step(*args)
+        finally:
+            self._compiling = None
+            self._bar.update(self._task, **self._fields())
 
     def advance(self, step: int) -> None:
         """Moves the bar to `step` updates."""
@@ -168,12 +207,14 @@ class TrainingProgress:
         # Columns: label, bar, "step", 12/34, metrics, time, and a space between any two.
         steps = 2 * len(str(self._num_steps)) + 1
         room = self._console.width - len("step") - steps - LONGEST_TIME - 5 - SMALLEST_BAR
-        label, metrics = LABEL, describe_within(self._metrics, room - len(LABEL), also=self._also)
+        label: object = self._compiling or LABEL
+        width = LONGEST_LABEL if self._compiling else len(LABEL)
+        metrics = describe_within(self._metrics, room - width, also=self._also)
         without_label = describe_within(self._metrics, room, also=self._also)
-        if len(without_label) > len(metrics):
-            label, metrics = "", without_label
+        if len(without_label) > len(metrics) and not self._compiling:
+            label, width, metrics = "", 0, without_label
         self._bar_column.bar_width = min(
-            BAR_WIDTH, max(room - len(label) - len(metrics), 0) + SMALLEST_BAR
+            BAR_WIDTH, max(room - width - len(metrics), 0) + SMALLEST_BAR
         )
         return {"label": label, "metrics": metrics}
 
@@ -183,3 +224,13 @@ class TrainingProgress:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._bar.stop()
+
+
+class _Compiling:
+    """A label whose text has the seconds since the label was made."""
+
+    def __init__(self, get_time: Callable[[], float]) -> None:
+        self._get_time, self._started = get_time, get_time()
+
+    def __str__(self) -> str:
+        return f"{COMPILING} ({self._get_time() - self._started:.0f} s)"

@@ -28,7 +28,10 @@ METRIC_CHARTS: Mapping[str, tuple[str, str]] = {
     "loss": ("Loss", "nats"),
     "bits_per_byte": ("Bits per byte", "bits"),
     "accuracy": ("Accuracy", ""),
+    "learning_rate": ("Learning rate", ""),
+    "gradient_norm": ("Gradient norm", ""),
 }
+FROM_ZERO = ("learning_rate", "gradient_norm")
 THROUGHPUT_CHARTS: Mapping[str, tuple[str, str]] = {
     "tokens_per_second": ("Throughput", "tokens/s"),
     "examples_per_second": ("Throughput", "examples/s"),
@@ -155,7 +158,8 @@ def make_charts(run: RunRecord) -> list[Chart]:
             is_known = name == "examples_per_second" and any(c.unit == "tokens/s" for c in charts)
             if lines and not is_known:
                 lines = {split: lines[split] for split in sort_splits(lines)}
-                charts.append(Chart(title, unit, lines, resumes, records is run.throughput))
+                from_zero = records is run.throughput or name in FROM_ZERO
+                charts.append(Chart(title, unit, lines, resumes, from_zero))
     return charts
 
 

@@ -1,5 +1,6 @@
 """Files of a small Llama become the shards that `init_from` makes; bad files are refused."""
 
+import importlib
 import json
 import re
 import warnings
@@ -17,6 +18,10 @@ from manualpar import Batch, abstract_mesh, fsdp, make_mesh
 from manualpar.models import Split
 from manualpar.models.pretrained import Rule, load, load_hf
 from tests.models.pretrained.llama import CONFIG, llama, program_of, tensors_of, write
+from tests.shown_bars import record_bars
+
+# The package exports a function of this name.
+load_module = importlib.import_module("manualpar.models.pretrained.load")
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +41,9 @@ def same_bits(ours, theirs):
         np.testing.assert_array_equal(x, y, err_msg=str(path))
 
 
-def test_the_state_is_that_of_init_from_the_same_parameters(made):
+def test_the_state_is_that_of_init_from_the_same_parameters(made, monkeypatch):
     directory, params = made
+    bars = record_bars(monkeypatch, load_module)
     mesh = make_mesh({"data": 4, "model": 2})
     # 30 tokens in 32 rows; heads are split in two, and features of a head over what divides them.
     model = llama(directory, split=Split("model"), vocab_multiple=8)
@@ -50,6 +56,10 @@ def test_the_state_is_that_of_init_from_the_same_parameters(made):
     total = sum(x.nbytes for x in jax.tree.leaves(params))
     # What several devices hold is read once.
     assert loaded.bytes_read == total
+    ((work, size, shown),) = bars
+    assert (work, size, max(shown)) == ("reading", total, total)
+    assert sorted(shown) == shown
+    assert len(shown) >= loaded.tensors
     assert loaded.tensors == 30
 
 

@@ -3,6 +3,9 @@
 import matplotlib
 import pytest
 
+from manualpar.core.tracing.scopes import REGATHER, SCOPES
+from manualpar.strategies import BUILT_IN
+from manualpar.system.reports import pictures
 from manualpar.system.reports.pictures import (
     ROOM,
     Bar,
@@ -71,3 +74,21 @@ def test_colours_are_explained_by_their_names():
         legend = axes.get_legend()
         assert [text.get_text() for text in legend.get_texts()] == ["red ones", "blue ones"]
         assert [handle.get_color() for handle in legend.legend_handles] == ["red", "blue"]
+
+
+def test_a_colour_stands_for_one_thing():
+    purposes = {*pictures.PURPOSE_COLORS.values()}
+    assert len(purposes) == len(pictures.PURPOSE_COLORS)
+    assert pictures.PURPOSE_COLORS.keys() <= {*SCOPES, REGATHER}
+    assert pictures.FORWARD[0] == pictures.COMPUTING
+    groups = (
+        pictures.MEMORY_COLORS.values(),
+        purposes - {*pictures.MEMORY_COLORS.values()},
+        [*pictures.SPLIT_COLORS.values(), pictures.OTHER_SPLIT],
+        [*pictures.FORWARD, *pictures.BACKWARD],
+        [pictures.SENDING, pictures.SENDING_HIDDEN, pictures.WAITING],
+        [kind.color for kind in BUILT_IN],
+        [pictures.INK, pictures.DARK, pictures.GREY, pictures.FAINT],
+    )
+    colors = [color for group in groups for color in group]
+    assert len(set(colors)) == len(colors)

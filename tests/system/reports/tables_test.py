@@ -18,6 +18,7 @@ from manualpar.system.reports.tables import (
     print_line,
     print_side_by_side,
     print_table,
+    print_wrapped,
     share_of,
     text_columns,
 )
@@ -161,3 +162,47 @@ def test_the_same_columns_make_a_table_in_markdown():
         "| first | 2 B | 25.0% |",
         "| second | 6 B | 75.0% |",
     ]
+
+
+NAMES = ("layer_0/attention/query/kernel", "expert_layers/router", "P('data', None) largest one")
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+def test_names_and_numbers_are_whole_however_narrow_the_terminal_is(width):
+    console = _console(width=width)
+    rows = [(NAMES[0], NAMES[2], "1.95 MiB", "100.0%"), (NAMES[1], "", "123,456,789", "0.1%")]
+    columns = text_columns(("name", "how it is sharded", "bytes of a device", "share"), words=2)
+    print_table(console, columns, rows)
+    lines = console.file.getvalue().splitlines()
+    for text in (*NAMES[:2], "1.95 MiB", "123,456,789", "100.0%"):
+        assert sum(text in line for line in lines) == 1
+    words = {word for line in lines for word in line.split() if word.strip("─")}
+    assert words == {
+        word for row in (*rows, [x.name for x in columns]) for x in row for word in x.split()
+    }
+    least = len(NAMES[0]) + len("P('data',") + len("123,456,789") + len("100.0%") + 3
+    assert max(len(line.rstrip()) for line in lines) <= max(width, least)
+
+
+def test_columns_move_together_before_a_table_is_too_wide():
+    columns, row = text_columns(("aaaa", "bbbb", "cccc")), ("x", "y", "z")
+
+    def shown(width):
+        console = _console(width=width)
+        print_table(console, columns, [row])
+        return console.file.getvalue().splitlines()[0].rstrip()
+
+    assert [shown(width) for width in (18, 17, 15, 9)] == [
+        "aaaa   bbbb   cccc",
+        "aaaa  bbbb  cccc",
+        "aaaa bbbb cccc",
+        "aaaa bbbb cccc",
+    ]
+
+
+def test_a_paragraph_is_wrapped_between_words():
+    console = _console(width=20)
+    print_wrapped(console, "set --config.parallel.mesh=data:8,model:2 [bold] or not", "next")
+    assert console.file.getvalue() == (
+        "set\n--config.parallel.mesh=data:8,model:2\n[bold] or not\nnext\n"
+    )

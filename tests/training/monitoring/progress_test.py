@@ -13,6 +13,7 @@ from manualpar.training.monitoring.progress import (
     describe_metrics,
     describe_within,
     make_console,
+    show_tracing,
 )
 
 METRICS = {"accuracy": 0.5, "loss": 1.25, "learning_rate": 1e-3, "examples_per_second": 1234.5}
@@ -190,3 +191,72 @@ def test_only_process_0_shows_something(capsys):
     assert "process 0" in shown
     assert "process 1" not in shown
     assert shown.count("loss 1.0000") == 1
+
+
+class SlowStep:
+    """A step whose first call takes 75 seconds of a clock, and that calls `during` then."""
+
+    def __init__(self, during=lambda: None) -> None:
+        self.now, self._during = 0.0, during
+
+    def __call__(self, state, batch):
+        if not self.now:
+            self.now = 75.0
+            self._during()
+        return state + batch
+
+
+def test_a_log_file_says_when_a_step_is_compiled_and_how_long_it_took(console):
+    step = SlowStep()
+    with TrainingProgress(console, num_steps=9, get_time=lambda: step.now) as progress:
+        assert progress.call("training step", step, 1, 2) == 3
+        assert progress.call("training step", step, 3, 4) == 7
+    assert console.file.getvalue().splitlines() == [
+        "compiling the training step",
+        "compiled the training step in 75.0 s",
+    ]
+
+
+def test_a_step_that_cannot_be_compiled_was_not_compiled(console):
+    def fail(state):
+        raise RuntimeError("out of memory")
+
+    with TrainingProgress(console, num_steps=9) as progress, pytest.raises(RuntimeError):
+        progress.call("training step", fail, 1)
+    assert console.file.getvalue() == "compiling the training step\n"
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_bar_says_for_how_long_a_step_compiles(width):
+    console = rich.console.Console(
+        file=io.StringIO(), force_terminal=True, width=width, legacy_windows=False
+    )
+    step = SlowStep(lambda: progress._bar.refresh())
+    with TrainingProgress(
+        console, num_steps=1000, state_bytes=2**20, get_time=lambda: step.now
+    ) as progress:
+        progress.report(0, "train", LANGUAGE_MODEL)
+        for batch in range(3):
+            progress.call("training step", step, 1, batch)
+    lines = _screen(console.file.getvalue())
+    (shown,) = {line for line in lines if line.startswith("compiling (75 s) ━━━━")}
+    assert len(shown) <= width
+    assert "step    0/1000" in shown
+    assert "compiling" not in lines[-1]
+    assert "compiled" not in console.file.getvalue()
+
+
+def test_tracing_is_a_line_at_its_beginning_and_at_its_end(console):
+    with show_tracing(console):
+        assert console.file.getvalue() == "tracing the program\n"
+    assert re.fullmatch(
+        r"tracing the program\ntraced the program in \d+\.\d s\n", console.file.getvalue()
+    )
+
+
+@pytest.mark.parametrize("console", [True], indirect=True)
+def test_a_terminal_shows_tracing_only_while_it_lasts(console):
+    with show_tracing(console):
+        pass
+    assert "tracing (0 s)" in console.file.getvalue()
+    assert console.file.getvalue().endswith("\x1b[2K"), "the line is still on the screen"

@@ -10,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.colors
 import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
 
+from manualpar.system.reports.pictures import SPLIT_COLORS
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.monitoring.charts import draw_chart, draw_charts
 from manualpar.training.monitoring.report import write_report
@@ -166,8 +168,8 @@ def test_the_page_opens_in_a_browser_without_an_error(report):
     picture = report.with_name("screenshot.png")
     _open(browser, report, f"--screenshot={picture}")
     pixels = matplotlib.image.imread(picture)[..., :3]
-    blue, orange = np.array([0, 0x72, 0xB2]) / 255, np.array([0xD5, 0x5E, 0]) / 255
-    counts = [(np.abs(pixels - color).max(-1) < 0.02).sum() for color in (blue, orange)]
+    colors = [matplotlib.colors.to_rgb(SPLIT_COLORS[split]) for split in ("train", "eval")]
+    counts = [(np.abs(pixels - color).max(-1) < 0.02).sum() for color in colors]
     # Without the lines there are the words of the legend and the points.
     assert counts[0] > 1000
     assert counts[1] > 100
@@ -218,11 +220,23 @@ def _lines(chart: Chart) -> list:
     return axes.get_lines()
 
 
+@pytest.mark.parametrize("last", [1, 2, 7, 40_000])
+def test_steps_are_whole_numbers(last):
+    figure = matplotlib.figure.Figure()
+    axes = figure.subplots()
+    draw_chart(axes, Chart("t", "", {"train": [(0, 1.0), (last, 2.0)]}))
+    figure.draw_without_rendering()
+    ticks = [label.get_text() for label in axes.get_xticklabels()]
+    assert len(set(ticks)) == len(ticks) >= 2, "a number is there twice"
+    assert all(re.fullmatch("[-−]?[0-9,]+", tick) for tick in ticks)
+    assert {"0", "40,000"} <= {*ticks} or last < 40_000
+
+
 def test_gaps_and_resumes_are_marked_and_a_point_alone_is_seen():
     few = [(1, 2.0), (2, None), (3, 4.0), (4, 4.5)]
     line, gaps, resumed, again = _lines(Chart("t", "", {"train": few}, resumes=[1, 3]))
     assert (line.get_marker(), line.get_markevery()) == ("o", None)
-    assert line.get_color() == "#0072B2"
+    assert line.get_color() == SPLIT_COLORS["train"]
     np.testing.assert_array_equal(line.get_ydata(), [2.0, math.nan, 4.0, 4.5])
     assert (gaps.get_marker(), gaps.get_label(), list(gaps.get_xdata())) == ("x", "not finite", [2])
     assert [list(each.get_xdata()) for each in (resumed, again)] == [[1, 1], [3, 3]]

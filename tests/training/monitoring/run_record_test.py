@@ -46,6 +46,16 @@ def test_tokens_make_a_chart_of_examples_needless(tmp_path):
     assert [chart.unit for chart in make_charts(read_run(tmp_path))] == ["nats", "bits", "tokens/s"]
 
 
+def test_the_learning_rate_and_the_norm_of_gradients_have_charts(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        writer.write(1, "train", {"gradient_norm": 2.0, "learning_rate": 0.1, "loss": 1.0})
+        writer.write(1, "eval", {"loss": 1.0})
+    _, rate, norm = make_charts(read_run(tmp_path))
+    assert (rate.title, rate.lines) == ("Learning rate", {"train": [(1, 0.1)]})
+    assert rate.from_zero
+    assert (norm.title, norm.lines) == ("Gradient norm", {"train": [(1, 2.0)]})
+
+
 def test_a_folder_without_a_run_holds_nothing(tmp_path):
     run = read_run(tmp_path)
     assert run == ({}, [], [], [], [])
