@@ -229,6 +229,17 @@ def build_program(
       TypeError: A field is of the wrong kind.
     """
     check_options(strategy.name, options, PROGRAM_OPTIONS)
+    return build_checked(strategy, model, tx, loss_fn, options)
+
+
+def build_checked(
+    strategy: Strategy,
+    model: Model,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    options: Mapping[str, Any],
+) -> Program:
+    """Builds a program with options that `check_options` has checked; see `build_program`."""
     options = cast(ProgramOptions, with_defaults(options, PROGRAM_OPTIONS))
     with (
         no_mesh(),
