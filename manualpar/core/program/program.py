@@ -9,6 +9,7 @@ jits the functions (`_assemble`). Building uses no device, so the mesh may be ab
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack, cast
 
@@ -83,7 +84,7 @@ class Program(StartsFromArrays):
       parameters: A `(ParameterInfo, Route)` for each parameter, in the order of the tree. The
         route's note gives the reason why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
-      whole_state: The abstract state without padding and shardings, as on one device.
+      unpadded_state: The abstract state without padding and shardings, as on one device.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
         shardings.
       batch_sharding: The sharding of a batch's leaves: the leading dimension is split over the
@@ -119,7 +120,7 @@ class Program(StartsFromArrays):
     layout: TrainState
     parameters: tuple[tuple[ParameterInfo, Route], ...]
     abstract_state: TrainState
-    whole_state: TrainState
+    unpadded_state: TrainState
     abstract_batch: Any
     batch_sharding: NamedSharding
     create: Callable[[jax.Array], TrainState] = dataclasses.field(repr=False)
@@ -128,6 +129,13 @@ class Program(StartsFromArrays):
     eval_step: EvalStep
     step: Step = dataclasses.field(repr=False)
     outer: OuterSteps | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def whole_state(self) -> TrainState:
+        """The old name of `unpadded_state`; it warns, and goes with the next release."""
+        now = "Program.whole_state is Program.unpadded_state now; the old name goes with the next"
+        warnings.warn(f"{now} release.", DeprecationWarning, stacklevel=2)
+        return self.unpadded_state
 
     def __repr__(self) -> str:
         """Returns a summary of a few lines: strategy, mesh, parameters, state and batch."""
@@ -140,8 +148,8 @@ class Program(StartsFromArrays):
         return "\n".join(
             [
                 f"Program({self.strategy.name}, mode {self.mode}, mesh {mesh})",
-                f"  parameters: {describe_tree(self.whole_state.params)}; {sharded} sharded",
-                f"  optimizer state: {describe_tree(self.whole_state.opt_state)}",
+                f"  parameters: {describe_tree(self.unpadded_state.params)}; {sharded} sharded",
+                f"  optimizer state: {describe_tree(self.unpadded_state.opt_state)}",
                 f"  batch: {', '.join(f'{name} {spec}' for name, spec in specs.items())}; "
                 f"over {' and '.join(self.data_axes) or 'no axis'}, "
                 f"minibatches on a device: {self.num_minibatches}",
@@ -363,7 +371,7 @@ def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOp
         layout=states.layout,
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=jitted.abstract_state,
-        whole_state=states.unpadded,
+        unpadded_state=states.unpadded,
         abstract_batch=with_shardings(batch, jitted.shard(step.roles.batch_specs(batch))),
         batch_sharding=jitted.shard(step.roles.batch_spec),
         create=states.create,
