@@ -23,6 +23,7 @@ class Fault:
       name: A description of the fault.
       codes: The right exit codes of the processes without the fault, or of the launcher.
       says: A regular expression that the output of these processes or of the launcher must match.
+      speaker: The only process whose output must match `says`; `None` for all.
       victim: The process with the fault; its exit code and its output are not checked.
       faults: The fault that a process causes in itself: `process`, `phase`, `at` and `do`, see
         `process_faults_worker`.
@@ -37,6 +38,7 @@ class Fault:
     name: str
     codes: Sequence[int]
     says: str
+    speaker: int | None = None
     victim: int | None = None
     faults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     flags: Mapping[int, list[str]] = dataclasses.field(default_factory=dict)
@@ -145,8 +147,7 @@ def _strangers() -> Iterator[Fault]:
             disturb(name, run.port, until=lambda: "mesh: " in run.text(0))
 
         late = {"process": 1, "phase": "", "at": 0, "do": "late"}
-        says = "test accuracy|" if name else ""
-        yield Fault("stranger", name, (0,), says, faults=late, act=act, steps=10)
+        yield Fault("stranger", name, (0,), "test accuracy", 0, faults=late, act=act, steps=10)
 
 
 def _signals() -> Iterator[Fault]:

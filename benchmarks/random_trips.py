@@ -110,7 +110,7 @@ def _opt_state(program: Any, state: Any) -> dict[str, Any]:
         found = jax.tree_util.tree_leaves_with_path(tree)
         return {jax.tree_util.keystr(path): x for path, x in found}
 
-    whole = leaves(program.whole_state.opt_state)
+    whole = leaves(program.unpadded_state.opt_state)
     return {
         path: np.asarray(jax.device_get(x))[tuple(map(slice, whole[path].shape))]
         for path, x in leaves(state.opt_state).items()

@@ -11,7 +11,8 @@ lacks three things:
 
 - Latent attention, which our Transformer does not have. DeepSeek-V3's attention has 187 million
   weights a layer, and 128 heads with keys of 192 and values of 128 features. Here it has 206
-  million weights, and heads of 56 features. So computing the scores takes 0.35 of the operations.
+  million weights, and keys and values of 56 features. So the scores and the weighted sums of the
+  values together take 0.35 of DeepSeek-V3's operations: (56 + 56) / (192 + 128).
 - The shared expert, which the planner's closed forms do not support. It has 44 million weights a
   layer, and every token uses it.
 - The three dense MLPs of size 18,432 in the first layers, because the closed forms support only one

@@ -29,6 +29,7 @@ from manualpar.inspect.equations import OUTSIDE, Around, EquationReader
 from manualpar.inspect.scope_parsing import Phase, module_of, phase_of, purpose_in
 
 Key = TypeVar("Key")
+Value = TypeVar("Value")
 Amount = TypeVar("Amount", int, float, Fraction)
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
@@ -87,6 +88,13 @@ class Collective:
         """The bytes that a device sends for the collective in a step, see `ring_bytes`."""
         size = math.prod(self.shape) * self.dtype.itemsize
         return ring_bytes(self.kind, self.times * size, self.axis_size)
+
+    @property
+    def float_bytes_sent(self) -> float:
+        """`bytes_sent` as the nearest float; much faster than the exact fraction."""
+        operands = _operands_sent(self.kind, self.axis_size)
+        size = self.times * math.prod(self.shape) * self.dtype.itemsize
+        return operands.numerator * size / operands.denominator
 
     @property
     def purpose(self) -> str:
@@ -203,6 +211,14 @@ def summed(amounts: Iterable[tuple[Key, Amount]]) -> dict[Key, Amount]:
     for key, amount in amounts:
         totals[key] = totals[key] + amount if key in totals else amount
     return totals
+
+
+def grouped(values: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Lists the values of each key, in the order in which the keys first appear."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in values:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def as_number(value: Fraction) -> int | float:

@@ -127,7 +127,7 @@ class ParameterForm:
         self._gathered = jnp.dtype(self.comm.gather.dtype or info.dtype)
         self._shard = elements_on_device(program, info, place.names, place.parameter_padding)
 
-    @property
+    @functools.cached_property
     def _calls(self) -> int:
         """How many gathers one use of the parameter takes: one for each layer of a loop."""
         names, shape, mesh = self.place.names, self.info.shape, self.program.mesh
@@ -147,10 +147,24 @@ class ParameterForm:
     @functools.cached_property
     def _of_state(self) -> list[_DimGather]:
         """The gathers of the new parameter, over the axes that shard the optimizer's state."""
-        info, place = self.info, self.place
-        shard = elements_on_device(self.program, info, place.sharded_names, place.padding)
+        info, place, shard = self.info, self.place, self._state_shard
         names = place.sharded_names
         return _gathers(self.program, info, place, names, shard, 1, once_a_step=True)
+
+    @functools.cached_property
+    def _state_shard(self) -> int:
+        """The number of elements of the optimizer's state on a device."""
+        place = self.place
+        return elements_on_device(self.program, self.info, place.sharded_names, place.padding)
+
+    @functools.cached_property
+    def _reduced_over(self) -> list[tuple[tuple[str, ...], int]]:
+        """The axes of each reduction of the gradient once a step, and their number of devices."""
+        program = self.program
+        sharded = {axis for name in self.place.sharded_names for axis in axis_tuple(name)}
+        others = tuple(axis for axis in program.data_axes if axis not in sharded)
+        reductions = self.comm.reductions(others) if others else ()
+        return [(axes, axes_size(program.mesh, axes)) for axes in reductions]
 
     def shared_sums(
         self, times: int, scope: str = CAST_SCOPE, parts: int = 1
@@ -215,17 +229,13 @@ class ParameterForm:
 
     def reductions(self, scope: str = REDUCE_SCOPE) -> Iterator[Collective]:
         """Yields the reductions of the gradient once a step, over the axes that do not shard it."""
-        program, place = self.program, self.place
-        if not place.trainable:
+        if not self.place.trainable:
             return
-        shard = elements_on_device(program, self.info, place.sharded_names, place.padding)
-        sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
-        if others := tuple(axis for axis in program.data_axes if axis not in sharded):
-            for axes in self.comm.reductions(others):
-                size = axes_size(program.mesh, axes)
-                yield from mean_collectives(self.comm, shard, self.reduced, axes, size, scope)
-        if stages := place.sum_axes:  # Each stage has computed a term of the gradient.
-            size = axes_size(program.mesh, stages)
+        shard = self._state_shard
+        for axes, size in self._reduced_over:
+            yield from mean_collectives(self.comm, shard, self.reduced, axes, size, scope)
+        if stages := self.place.sum_axes:  # Each stage has computed a term of the gradient.
+            size = axes_size(self.program.mesh, stages)
             yield Collective("all_reduce", stages, size, (shard,), self.reduced, 1, scope)
 
     def exchanged(self, chunks: int, axis: str) -> Iterator[Collective]:
@@ -235,6 +245,14 @@ class ParameterForm:
         runs other layers than it stores. So stages send each other the parameters of chunks, and
         send the gradients back, see `manualpar.layers.pipeline.exchange`.
         """
+        size = axes_size(self.program.mesh, (axis,))
+        for (layers, *rest), dtype in self._exchanged_arrays:
+            piece = (layers // chunks, *rest)
+            yield Collective("permute", (axis,), size, piece, dtype, chunks, PIPELINE_SCOPE)
+
+    @functools.cached_property
+    def _exchanged_arrays(self) -> list[tuple[tuple[int, ...], Any]]:
+        """The shapes on a device, and dtypes, of a stacked parameter and its gradient."""
         info, place, mesh = self.info, self.place, self.program.mesh
         reduced = dtype_of_sums(info.dtype)
         is_scattered = self.once_a_step or place.state_names is not None
@@ -244,13 +262,13 @@ class ParameterForm:
         exchanged = [(place.names, place.parameter_padding, info.dtype)]
         if place.trainable:
             exchanged.append((place.sharded_names, place.padding, reduced))
+        arrays = []
         for names, padding, dtype in exchanged:
             sizes = [axes_size(mesh, axis_tuple(name)) for name in names]
             named = zip(info.shape, padding or (0,) * len(sizes), sizes, strict=True)
             shape = tuple((n + more) // size for n, more, size in named)
-            piece, size = (shape[0] // chunks, *shape[1:]), axes_size(mesh, (axis,))
-            dtype = jnp.dtype(dtype)
-            yield Collective("permute", (axis,), size, piece, dtype, chunks, PIPELINE_SCOPE)
+            arrays.append((shape, jnp.dtype(dtype)))
+        return arrays
 
     def collectives(self, uses: Uses) -> Iterator[Collective]:
         """Yields all collectives of the parameter in a step."""

@@ -98,7 +98,7 @@ def assert_same_as_one_device(
             "every key. Switch dropout and other randomness off (a rate of 0, or a model made with "
             "deterministic=True)."
         )
-    unpadded_params, _ = partition(program.placements, program.whole_state.params)
+    unpadded_params, _ = partition(program.placements, program.unpadded_state.params)
     grads = jax.tree.map(_unpadded, grads, unpadded_params)
     differences = sorted(compare(jax.device_get((grads, _means(sums))), one), reverse=True)
     if differences:
@@ -157,7 +157,7 @@ def _on_one_device(
         out_specs=stacked if is_manual else replicated,
     )
     put = functools.partial(jax.device_put, device=NamedSharding(one_device, PartitionSpec()))
-    params = jax.tree.map(_unpadded, put(state.params), program.whole_state.params)
+    params = jax.tree.map(_unpadded, put(state.params), program.unpadded_state.params)
     run = jax.jit(functools.partial(run, params, put(state.collections)))
     return lambda key: jax.tree.map(lambda x: x[0], jax.device_get(run(put(key), put(batch))))
 
@@ -204,7 +204,7 @@ def _known_reasons(program: Program) -> str:
             " A loss that couples examples sees only one minibatch at a time, and this program has "
             f"num_minibatches={program.num_minibatches}."
         )
-    if "batch_stats" in program.whole_state.collections:
+    if "batch_stats" in program.unpadded_state.collections:
         reasons += (
             " The model has batch_stats, which each device computes from its own examples. "
             "nn.BatchNorm(axis_name=...) makes them global; use_running_average=True excludes "

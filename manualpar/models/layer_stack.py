@@ -44,7 +44,10 @@ REMAT_POLICIES: dict[str, Callable[..., bool]] = {
 
 
 class Angles(NamedTuple):
-    """The angles of rotary positions, `float32[S, H/2]`, of the two kinds of layers."""
+    """The angles of rotary positions of the two kinds of layers, see `rotary_angles`.
+
+    Both are `float32[S, H/2]`; `float32[B, S, H/2]` if each sequence has positions of its own.
+    """
 
     of_global: jax.Array
     of_local: jax.Array

@@ -26,13 +26,13 @@ your model", https://jax-ml.github.io/scaling-book.)
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE
-from manualpar.inspect.communication import summed
+from manualpar.inspect.communication import grouped, summed
 from manualpar.inspect.flops import Product
 from manualpar.inspect.tick_parts import ROWS
 from manualpar.layers.pipeline.schedule_table import Costs
@@ -79,23 +79,26 @@ def estimate(
     chip = topology.chip
     clock = Clock(work, topology, {} if rings is None else rings)
     timed = clock.time(work.collectives)
-    outside, parts = _outside_ticks(work), work.pipeline.parts if work.pipeline else None
-    not_in_ticks = [x for x in timed if not (parts and parts.of(x.collective.scope))]
+    part_of = work.pipeline.parts.of if work.pipeline else lambda _: ""
+    products = [x for x in work.products if not part_of(x.scope)]
+    by_part = grouped((part_of(x.collective.scope), x) for x in timed)
+    not_in_ticks = by_part.pop("", [])
+    inside = [x for x in not_in_ticks if x.is_inside]
     in_passes = 0.0
     for phases in PASSES:
-        compute = compute_seconds(outside, chip, phases)
-        _hide([x for x in not_in_ticks if x.is_inside and x.collective.phase in phases], compute)
+        compute = compute_seconds(products, chip, phases)
+        _hide([x for x in inside if x.collective.phase in phases], compute)
         in_passes += compute
-    flops_seconds = _flops_seconds(outside, chip)
+    flops_seconds = _flops_seconds(products, chip)
     update = work.update_traffic / (chip.hbm_bandwidth * chip.hbm_efficiency)
-    update += compute_seconds(work, chip, ("update",))
+    update += compute_seconds(work.products, chip, ("update",))
     outer_steps = _time_outer_steps(work, clock)
     timed += outer_steps
     sent = sum(x.seconds for x in (*not_in_ticks, *outer_steps))
     overlapped = sum(x.hidden_seconds for x in not_in_ticks)
     bubble = None
     if work.pipeline:
-        ticks = _in_ticks(work, work.pipeline, timed, clock)
+        ticks = _in_ticks(work.pipeline, by_part, clock)
         in_passes, bubble = in_passes + ticks.computing, ticks.bubble
         sent, overlapped = sent + ticks.sent, overlapped + ticks.overlapped
         flops_seconds += ticks.flops_seconds
@@ -133,15 +136,6 @@ def estimate(
     return plan.with_rates(throughput)
 
 
-def _outside_ticks(work: StepWork) -> StepWork:
-    """Returns the work that all stages do outside of a pipeline's ticks."""
-    if work.pipeline is None:
-        return work
-    parts = work.pipeline.parts
-    outside = tuple(product for product in work.products if not parts.of(product.scope))
-    return dataclasses.replace(work, products=outside)
-
-
 def _time_outer_steps(work: StepWork, clock: Clock) -> list[TimedCollective]:
     """Times the collectives of DiLoCo's outer steps, as the share that counts for one step."""
     share = 1 / work.every
@@ -164,26 +158,25 @@ class _InTicks(NamedTuple):
 
 
 def _in_ticks(
-    work: StepWork, pipeline: PipelineWork, timed: Sequence[TimedCollective], clock: Clock
+    pipeline: PipelineWork, timed: Mapping[str, Sequence[TimedCollective]], clock: Clock
 ) -> _InTicks:
-    """Times a stage's ticks; sets `hidden_seconds` of the collectives in `timed` in ticks."""
-    parts, table, chip = pipeline.parts, pipeline.parts.table, clock.topology.chip
+    """Times a stage's ticks; sets `hidden_seconds` of the collectives in `timed`, by part."""
+    table, chip = pipeline.parts.table, clock.topology.chip
     costs: dict[str, float] = {}
     seconds = np.zeros(4)
     for part, of_part in pipeline.works.items():
-        work_of_part = dataclasses.replace(work, products=of_part.products)
-        compute = compute_seconds(work_of_part, chip, (*PASSES[0], *PASSES[1]))
+        compute = compute_seconds(of_part.products, chip, (*PASSES[0], *PASSES[1]))
         collectives = clock.time(of_part.collectives)
         share = _hide([x for x in collectives if x.is_inside], compute, runs=of_part.runs)
-        for x in timed:
-            if x.is_inside and parts.of(x.collective.scope) == part:
+        for x in timed.get(part, ()):
+            if x.is_inside:
                 x.hidden_seconds = share * x.seconds
         sent = sum(x.seconds for x in collectives)
         hidden = sum(x.hidden_seconds for x in collectives)
         costs[part] = (compute + sent - hidden) / of_part.runs
         runs_per_stage = table.is_run(ROWS[part]).sum() / table.num_stages / of_part.runs
         seconds += runs_per_stage * np.array(
-            [compute, _flops_seconds(work_of_part, chip), sent, hidden]
+            [compute, _flops_seconds(of_part.products, chip), sent, hidden]
         )
     # Work outside of all parts is no idle time, because all stages do it.
     all_costs: Any = {"forward": 0.0, "backward": 0.0} | costs
@@ -192,19 +185,19 @@ def _in_ticks(
     return _InTicks(*map(float, (*seconds, idle)))
 
 
-def _flops_seconds(work: StepWork, chip: Chip) -> float:
+def _flops_seconds(products: Iterable[Product[float]], chip: Chip) -> float:
     """Returns the time of the products if they were compute-bound."""
-    return sum(product.flops / _flops_rate(chip, product) for product in work.products)
+    return sum(product.flops / _flops_rate(chip, product) for product in products)
 
 
-def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
-    """Returns the compute time of some phases.
+def compute_seconds(products: Iterable[Product[float]], chip: Chip, phases: Iterable[str]) -> float:
+    """Returns the compute time of the products of some phases.
 
     A product takes the longer of two times: for its operations, and for its bytes.
     """
     phases, hbm = set(phases), chip.hbm_bandwidth * chip.hbm_efficiency
     total = 0.0
-    for product in work.products:
+    for product in products:
         if product.phase in phases:
             passing = product.traffic / hbm
             total += max(product.flops / _flops_rate(chip, product), passing)

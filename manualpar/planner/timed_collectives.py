@@ -7,6 +7,7 @@ collective decide whether compute can hide it. For a compiled program,
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,21 @@ from manualpar.planner.plan import PlannedCollective
 from manualpar.planner.step_work import MINIBATCH, StepWork
 from manualpar.planner.topology import Ring, Topology, ring_over
 
-Rings = dict[tuple[str, ...], Ring]  # The axes of a ring -> the ring.
+
+class Links(NamedTuple):
+    """The ring over some mesh axes, and the links that it runs on.
+
+    Attributes:
+      network: The names of the links.
+      doubles_scatters: Whether a reduce-scatter sends twice its bytes, see `is_made_an_all_reduce`.
+    """
+
+    ring: Ring
+    network: str
+    doubles_scatters: bool
+
+
+Rings = dict[tuple[str, ...], Links]  # The axes of a ring -> the ring.
 
 
 @dataclasses.dataclass
@@ -62,8 +77,7 @@ class TimedCollective:
     @property
     def is_inside(self) -> bool:
         """Whether the collective is in the differentiated model, where layers can hide it."""
-        scope = self.collective.scope
-        return ("jvp(" in scope or bool(innermost_ticks(scope))) and not self.is_awaited
+        return _is_in_model(self.collective.scope) and not self.is_awaited
 
     @property
     def is_hop(self) -> bool:
@@ -73,9 +87,20 @@ class TimedCollective:
     @property
     def layer(self) -> tuple[str, ...]:
         """An identifier of a layer: minibatch, and the first two names of the module's path."""
-        found = MINIBATCH.search(self.collective.scope)
-        names = [name for name in self.collective.module.split("/") if name][:2]
-        return (found.group() if found else "", *names)
+        return _layer_of(self.collective.scope, self.collective.module)
+
+
+# These functions are cached, because a search times many collectives with the same scope.
+@functools.lru_cache(maxsize=4096)
+def _is_in_model(scope: str) -> bool:
+    return "jvp(" in scope or bool(innermost_ticks(scope))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_of(scope: str, module: str) -> tuple[str, ...]:
+    found = MINIBATCH.search(scope)
+    names = [name for name in module.split("/") if name][:2]
+    return (found.group() if found else "", *names)
 
 
 def planned_collectives(timed: Iterable[TimedCollective]) -> tuple[PlannedCollective, ...]:
@@ -119,22 +144,25 @@ class Clock(NamedTuple):
         return [self._timed(x) for x in collectives]
 
     def _timed(self, collective: Collective) -> TimedCollective:
-        topology, axes = self.topology, collective.axes
-        ring = self.rings.get(axes)
-        if ring is None:
-            ring = self.rings[axes] = ring_over(topology, self.work.mesh, axes)
-        fast, slow = topology.chip.network.names
-        network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
-        is_doubled = (
-            collective.kind == "reduce_scatter"
-            and is_made_an_all_reduce(topology, ring)
-            and not _keeps_scatters(topology, ring, self.work.overlap)
-        )
-        sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
+        links = self.rings.get(collective.axes)
+        if links is None:
+            links = self.rings[collective.axes] = self._links(collective.axes)
+        ring, network, doubles_scatters = links
+        is_doubled = doubles_scatters and collective.kind == "reduce_scatter"
+        sent = collective.float_bytes_sent * (2 if is_doubled else 1)
         seconds = ring.seconds(sent, collective.times)
         return TimedCollective(
             collective, seconds, network, ring.crossing_bytes(sent), is_doubled=is_doubled
         )
+
+    def _links(self, axes: tuple[str, ...]) -> Links:
+        topology = self.topology
+        ring = ring_over(topology, self.work.mesh, axes)
+        fast, slow = topology.chip.network.names
+        network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
+        is_doubled = is_made_an_all_reduce(topology, ring)
+        doubles_scatters = is_doubled and not _keeps_scatters(topology, ring, self.work.overlap)
+        return Links(ring, network, doubles_scatters)
 
 
 def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:

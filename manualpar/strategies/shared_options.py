@@ -18,7 +18,7 @@ from manualpar.core.model.option_table import (
 from manualpar.core.model.options import PROGRAM_OPTIONS, ProgramOptions
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.shard_rules import check_named
-from manualpar.core.program.program import Program, build_program
+from manualpar.core.program.program import Program, build_checked
 
 CommunicateEvery = Literal["minibatch", "step", "gather-step"]
 Names = tuple[str, ...]
@@ -126,7 +126,7 @@ def build_sharded(
     if values.get("regather_axes"):
         _check_regather(builder, values, program_options)
         program_options["axis_by_axis"] = True
-    program = build_program(strategy(**values), model, tx, loss_fn, **program_options)
+    program = build_checked(strategy(**values), model, tx, loss_fn, program_options)
     names = {name: values[name] for name in ("keep_gathered", "replicate") if name in values}
     check_named(builder, program.parameters, **names)
     return program

@@ -76,7 +76,7 @@ def _products(
         apply_fn = CarryingApply(interface, collections)
         return task.loss_fn(combine((trained, frozen)), apply_fn, batch, key)[0]
 
-    collections = program.whole_state.collections
+    collections = program.unpadded_state.collections
     grads = jax.grad(loss, argnums=argnums, allow_int=True)
     step = jax.make_jaxpr(grads)(part(True), batch, part(False), collections, key)
     found = ProductReader("flops_of_example").read(step.jaxpr)

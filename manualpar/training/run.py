@@ -273,7 +273,7 @@ def _without_padding(program: Program, state: TrainState) -> TrainState:
         padding = tuple(a - b for a, b in zip(x.shape, model_array.shape, strict=True))
         return unpad_whole(x, padding, program.mesh) if any(padding) else x
 
-    return state.replace(params=jax.tree.map(take_off, state.params, program.whole_state.params))
+    return state.replace(params=jax.tree.map(take_off, state.params, program.unpadded_state.params))
 
 
 def _write_report(

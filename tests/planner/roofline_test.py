@@ -88,8 +88,8 @@ def test_a_product_takes_the_longer_of_operations_and_bytes_and_what_is_around_i
     by_bytes = _product("forward", 100.0, 50.0)  # 1 s and 5 s
     reduction = _product("backward", 0.0, 30.0)  # 3 s
     work = _work(products=(by_operations, by_bytes, reduction))
-    assert compute_seconds(work, CHIP, ("forward",)) == pytest.approx(10 + 2 + 5 + 5)
-    assert compute_seconds(work, CHIP, ("backward",)) == pytest.approx(3)
+    assert compute_seconds(work.products, CHIP, ("forward",)) == pytest.approx(10 + 2 + 5 + 5)
+    assert compute_seconds(work.products, CHIP, ("backward",)) == pytest.approx(3)
     plan = estimate(dataclasses.replace(work, update_traffic=40), NODE)
     assert plan.compute_seconds == pytest.approx(22 + 3 + 4)
     assert plan.hbm_seconds == pytest.approx(29 - 11)

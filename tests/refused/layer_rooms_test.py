@@ -164,26 +164,29 @@ REFUSED = [
         *(
             (fields, f"MoE: .*{words}")
             for fields, words in (
-                ({"num_experts": 0}, "num_experts=0, expected at least 1"),
-                ({"top_k": 9}, "top_k=9, expected at most num_experts=8"),
-                ({"capacity_factor": 0.0}, "capacity_factor=0.0, expected more than 0"),
-                ({"gates": "relu"}, "gates='relu', expected one of 'softmax', 'sigmoid'"),
+                ({"num_experts": 0}, "num_experts is 0, expected at least 1"),
+                ({"top_k": 9}, "top_k is 9, expected from 1 to num_experts=8"),
+                ({"capacity_factor": 0.0}, "capacity_factor is 0.0, expected more than 0"),
+                ({"gates": "relu"}, "gates is 'relu', expected one of 'softmax', 'sigmoid'"),
                 ({"model_axis": ("model", "expert")}, "'expert'.* are in both"),
-                ({"sequence": True}, "sequence=True, expected a model_axis"),
+                ({"sequence": True}, "sequence is True, expected a model_axis"),
                 (
                     {"num_shared": 1, "shared_size": 8},
-                    "shared_size=8, expected 0 with num_shared=1",
+                    "shared_size is 8, expected 0 with num_shared=1",
                 ),
-                ({"shared_is_gated": True}, "shared_is_gated=True, expected False without"),
-                ({"gate_scale": 0.0}, "gate_scale=0.0, expected more than 0"),
-                ({"groups": 3}, "groups=3, expected a divisor of num_experts=8"),
+                ({"shared_is_gated": True}, "shared_is_gated is True, expected False without"),
+                ({"gate_scale": 0.0}, "gate_scale is 0.0, expected more than 0"),
+                ({"groups": 3}, "groups is 3, expected a divisor of num_experts=8"),
                 (
                     {"groups": 4, "groups_per_token": 5},
-                    "groups_per_token=5, expected from 1 to groups=4",
+                    "groups_per_token is 5, expected from 1 to groups=4",
                 ),
-                ({"groups": 4, "top_k": 3}, "groups_per_token=1, expected groups of 2 experts"),
-                ({"groups": 8, "top_k": 1}, "group_score='best_two', expected 'best'"),
-                ({"group_score": "all"}, "group_score='all', expected one of 'best_two', 'best'"),
+                ({"groups": 4, "top_k": 3}, "groups_per_token is 1, expected from 2 to groups=4"),
+                ({"groups": 8, "top_k": 1}, "group_score is 'best_two', expected 'best'"),
+                (
+                    {"group_score": "all"},
+                    "group_score is 'all', expected one of 'best_two'",
+                ),
             )
         ),
     ),
@@ -203,15 +206,15 @@ REFUSED = [
         init_moe_on,
         (
             ({"shared_size": 7, "model_axis": "model"}, ALL, BOTH),
-            "MoE: .*shared_size=7, expected a multiple",
+            "MoE: .*shared_size is 7, expected a multiple",
         ),
         (
             ({"num_experts": 6}, DATA_EXPERT, BOTH),
-            "MoE: .*num_experts=6, expected a multiple of the 4",
+            "MoE: .*num_experts is 6, expected a multiple of the 4",
         ),
         (
             ({"model_axis": "model", "mlp_size": 7}, ALL, BOTH),
-            "MoE: .*mlp_size=7, expected a multiple of",
+            "MoE: .*mlp_size is 7, expected a multiple of",
         ),
         (({"axis": BOTH}, DATA_EXPERT, "data"), "MoE: .*varies over .'data'. only"),
     ),

@@ -130,7 +130,7 @@ class StartsFromArrays:
         """
         program: Any = self
         check_has_devices("adopt", program.mesh)
-        leaves = leaves_of(program.abstract_state, program.whole_state)
+        leaves = leaves_of(program.abstract_state, program.unpadded_state)
         found = _checked_state("adopt", leaves, state)
         placed = [place_leaf("adopt", leaf, found[leaf.name]) for leaf in leaves]
         return jax.tree.unflatten(jax.tree.structure(program.abstract_state), placed)
@@ -157,7 +157,7 @@ class StartsFromArrays:
           The same as for `init_from`, but no array is copied to a device.
         """
         program: Any = self
-        leaves = leaves_of(program.abstract_state, program.whole_state)
+        leaves = leaves_of(program.abstract_state, program.unpadded_state)
         found = _checked_state("whole", leaves, state)
         values = {
             leaf.name.removeprefix("collections/"): read_unpadded("whole", leaf, found[leaf.name])
@@ -165,7 +165,7 @@ class StartsFromArrays:
             if leaf.keys[0] in ("params", "collections")
         }
         arrays = [values[leaf.name] for leaf in variable_leaves(program)]
-        structure = jax.tree.structure(variables_of(program.whole_state))
+        structure = jax.tree.structure(variables_of(program.unpadded_state))
         return dict(jax.tree.unflatten(structure, arrays))
 
 
@@ -186,7 +186,7 @@ def check_has_devices(function: str, mesh: Any) -> None:
 
 def variable_leaves(program: Any) -> list[Leaf]:
     """Returns all variables of a program, under names such as `params/dense/kernel`."""
-    return leaves_of(variables_of(program.abstract_state), variables_of(program.whole_state))
+    return leaves_of(variables_of(program.abstract_state), variables_of(program.unpadded_state))
 
 
 def plain_leaves(
@@ -229,7 +229,7 @@ def state_with(
         paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
         unpadded = map_padded(unpad_leaf, params, paddings)
         opt_state = state.tx.init(partition(program.placements, unpadded)[0])
-        opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
+        opt_leaves = leaves_of(program.abstract_state.opt_state, program.unpadded_state.opt_state)
         opt_state = map_padded(pad_leaf, opt_state, (leaf.padding for leaf in opt_leaves))
         return state.replace(params=params, opt_state=opt_state, collections=collections)
 

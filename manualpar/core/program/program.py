@@ -9,6 +9,7 @@ jits the functions (`_assemble`). Building uses no device, so the mesh may be ab
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Unpack, cast
 
@@ -85,7 +86,7 @@ class Program(Summarized, StartsFromArrays):
       parameters: A `(ParameterInfo, Route)` for each parameter, in the order of the tree. The
         route's note gives the reason why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
-      whole_state: The abstract state without padding and shardings, as on one device.
+      unpadded_state: The abstract state without padding and shardings, as on one device.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
         shardings.
       batch_sharding: The sharding of a batch's leaves: the leading dimension is split over the
@@ -121,7 +122,7 @@ class Program(Summarized, StartsFromArrays):
     layout: TrainState
     parameters: tuple[tuple[ParameterInfo, Route], ...]
     abstract_state: TrainState
-    whole_state: TrainState
+    unpadded_state: TrainState
     abstract_batch: Any
     batch_sharding: NamedSharding
     create: Callable[[jax.Array], TrainState]
@@ -131,12 +132,19 @@ class Program(Summarized, StartsFromArrays):
     step: Step
     outer: OuterSteps | None = None
 
+    @property
+    def whole_state(self) -> TrainState:
+        """The old name of `unpadded_state`; it warns, and goes with the next release."""
+        now = "Program.whole_state is Program.unpadded_state now; the old name goes with the next"
+        warnings.warn(f"{now} release.", DeprecationWarning, stacklevel=2)
+        return self.unpadded_state
+
     def _summary(self) -> tuple[str, dict[str, str]]:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         sharded = sum(any(spec) for spec in jax.tree.leaves(self.layout.params))
         return f"Program({self.strategy.name}, mode {self.mode}, mesh {mesh})", {
-            "parameters": f"{describe_tree(self.whole_state.params)}; {sharded} sharded",
-            "optimizer state": describe_tree(self.whole_state.opt_state),
+            "parameters": f"{describe_tree(self.unpadded_state.params)}; {sharded} sharded",
+            "optimizer state": describe_tree(self.unpadded_state.opt_state),
             "batch": f"{describe_shapes(self.abstract_batch)}; "
             f"over {' and '.join(self.data_axes) or 'no axis'}, "
             f"minibatches on a device: {self.num_minibatches}",
@@ -226,6 +234,17 @@ def build_program(
       TypeError: A field is of the wrong kind.
     """
     check_options(strategy.name, options, PROGRAM_OPTIONS)
+    return build_checked(strategy, model, tx, loss_fn, options)
+
+
+def build_checked(
+    strategy: Strategy,
+    model: Model,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    options: Mapping[str, Any],
+) -> Program:
+    """Builds a program with options that `check_options` has checked; see `build_program`."""
     options = cast(ProgramOptions, with_defaults(options, PROGRAM_OPTIONS))
     with (
         no_mesh(),
@@ -349,7 +368,7 @@ def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOp
         layout=states.layout,
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=jitted.abstract_state,
-        whole_state=states.unpadded,
+        unpadded_state=states.unpadded,
         abstract_batch=with_shardings(batch, jitted.shard(step.roles.batch_specs(batch))),
         batch_sharding=jitted.shard(step.roles.batch_spec),
         create=states.create,

@@ -57,7 +57,7 @@ def leaves_of(padded: Any, unpadded: Any) -> list[Leaf]:
 
     Args:
       padded: A tree of abstract arrays, such as the `abstract_state` of a program.
-      unpadded: The same tree without padding, such as the program's `whole_state`.
+      unpadded: The same tree without padding, such as the program's `unpadded_state`.
     """
     leaves = []
     for (path, abstract), without_padding in zip(

@@ -61,35 +61,17 @@ class Experts(FieldGroup):
     dense_mlp_size: int = config_field(0, "", 0)
 
     def __post_init__(self) -> None:
-        number, top_k = self.num_experts, self.top_k
-        refuse_unknown(self, "gates", get_args(Gates))
-        refuse_unknown(self, "group_score", get_args(GroupScore))
-        if number < 0:
+        check_known(self)
+        if self.num_experts < 0:
             refuse(self, "num_experts", "the number of experts, or 0 for an MLP")
         if not self.capacity_factor >= 0:
             refuse(self, "capacity_factor", "more than 0, such as 1.25, or 0 to drop nothing")
-        if not number:
+        if not self.num_experts:
             for field in ("axis", "router_bias", "groups", "shared_size", "dense_layers"):
                 if getattr(self, field) != (default := getattr(Experts, field)):
                     refuse(self, field, f"{default!r} without num_experts")
             return
-        if not 1 <= top_k <= number:
-            refuse(self, "top_k", f"from 1 to num_experts={number}")
-        if not self.gate_scale > 0:
-            refuse(self, "gate_scale", "more than 0, such as 2.5, or 1 for the gates as they are")
-        if self.groups < 1 or number % self.groups:
-            refuse(self, "groups", f"a divisor of num_experts={number}, or 1 for none")
-        size = number // self.groups
-        fewest = -(-top_k // size)
-        if not fewest <= self.groups_per_token <= self.groups:
-            refuse(
-                self,
-                "groups_per_token",
-                f"from {fewest} to groups={self.groups}, because a token chooses {top_k} experts "
-                f"and {size} are in a group",
-            )
-        if self.groups > 1 and size < 2 and self.group_score == "best_two":
-            refuse(self, "group_score", "'best' with groups of one expert")
+        check_routing(self)
         if self.shared_size < 0:
             refuse(self, "shared_size", "at least 1, or 0 for no shared experts")
         if self.shared_is_gated and not self.shared_size:
@@ -104,3 +86,35 @@ class Experts(FieldGroup):
         names -= {"dense_layers", "dense_mlp_size"}
         fields = {name: getattr(self, name) for name in names}
         return fields | {"capacity_factor": self.capacity_factor or None}
+
+
+def check_known(experts: Any) -> None:
+    """Refuses unknown names in the fields of an `Experts` or a `MoE`."""
+    refuse_unknown(experts, "gates", get_args(Gates))
+    refuse_unknown(experts, "group_score", get_args(GroupScore))
+
+
+def check_routing(experts: Any) -> None:
+    """Refuses the numbers that say how tokens choose experts, in an `Experts` or a `MoE`.
+
+    Raises:
+      ValueError: A number is out of range, or does not fit another one.
+    """
+    number, top_k, groups = experts.num_experts, experts.top_k, experts.groups
+    if not 1 <= top_k <= number:
+        refuse(experts, "top_k", f"from 1 to num_experts={number}")
+    if not experts.gate_scale > 0:
+        refuse(experts, "gate_scale", "more than 0, such as 2.5, or 1 for the gates as they are")
+    if groups < 1 or number % groups:
+        refuse(experts, "groups", f"a divisor of num_experts={number}, or 1 for none")
+    size = number // groups
+    fewest = -(-top_k // size)
+    if not fewest <= experts.groups_per_token <= groups:
+        refuse(
+            experts,
+            "groups_per_token",
+            f"from {fewest} to groups={groups}, because a token chooses {top_k} experts and {size} "
+            "are in a group",
+        )
+    if groups > 1 and size < 2 and experts.group_score == "best_two":
+        refuse(experts, "group_score", "'best' with groups of one expert")

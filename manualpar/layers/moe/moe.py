@@ -18,7 +18,6 @@ an expert, `E` experts, `K` choices of a token, `C` the capacity, `N` devices al
 
 import math
 from collections.abc import Callable
-from typing import get_args
 
 import flax.linen as nn
 import jax
@@ -30,12 +29,14 @@ from manualpar.core.parameters.split_parameter import split
 from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE
 from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import bound_axes, enter, leave
+from manualpar.layers.field_groups import refuse
 from manualpar.layers.moe.expert_exchange import (
     LocalExperts,
     compute_dropless,
     compute_with_capacity,
     swiglu,
 )
+from manualpar.layers.moe.experts import check_known, check_routing
 from manualpar.layers.moe.routing import (
     BIAS,
     CHOICES,
@@ -321,36 +322,29 @@ def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
 
 
 def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
-    def refuse(field: str, expected: str) -> None:
-        raise ValueError(f"MoE: {field}={getattr(moe, field)!r}, expected {expected}.")
-
-    for field in ("num_experts", "mlp_size", "top_k"):
+    for field in ("num_experts", "mlp_size"):
         if getattr(moe, field) < 1:
-            refuse(field, "at least 1")
-    if moe.top_k > moe.num_experts:
-        refuse("top_k", f"at most num_experts={moe.num_experts}")
+            refuse(moe, field, "at least 1")
     if moe.capacity_factor is not None and not moe.capacity_factor > 0:
-        refuse("capacity_factor", "more than 0, such as 1.25, or None to drop nothing")
+        refuse(moe, "capacity_factor", "more than 0, such as 1.25, or None to drop nothing")
     for field in ("num_shared", "shared_size", "bias_rate"):
         if not getattr(moe, field) >= 0:
-            refuse(field, "0 for none, or more")
+            refuse(moe, field, "0 for none, or more")
     if moe.num_shared and moe.shared_size:
-        refuse("shared_size", f"0 with num_shared={moe.num_shared}, because both give one size")
+        refuse(
+            moe, "shared_size", f"0 with num_shared={moe.num_shared}, because both give one size"
+        )
     if moe.shared_is_gated and not (moe.num_shared or moe.shared_size):
-        refuse("shared_is_gated", "False without num_shared or shared_size")
-    for field, kind in (("gates", Gates), ("group_score", GroupScore)):
-        if getattr(moe, field) not in get_args(kind):
-            refuse(field, f"one of {', '.join(map(repr, get_args(kind)))}")
-    if not moe.gate_scale > 0:
-        refuse("gate_scale", "more than 0, such as 2.5, or 1 for the gates as they are")
-    _check_groups(moe, refuse)
+        refuse(moe, "shared_is_gated", "False without num_shared or shared_size")
+    check_known(moe)
+    check_routing(moe)
     both = set(axis_tuple(moe.axis or None)) & set(axis_tuple(moe.model_axis or None))
     if both:
-        refuse("model_axis", f"other axes than axis={moe.axis!r}: {sorted(both)} are in both")
+        refuse(moe, "model_axis", f"other axes than axis={moe.axis!r}: {sorted(both)} are in both")
     if moe.context_axis and moe.context_axis in axis_tuple(moe.model_axis or None):
-        refuse("context_axis", f"another axis than model_axis={moe.model_axis!r}")
+        refuse(moe, "context_axis", f"another axis than model_axis={moe.model_axis!r}")
     if moe.sequence and not moe.model_axis:
-        refuse("sequence", "a model_axis that positions are split over, or sequence=False")
+        refuse(moe, "sequence", "a model_axis that positions are split over, or sequence=False")
     split_fields = (
         ("num_experts", moe.axis),
         ("mlp_size", moe.model_axis),
@@ -360,7 +354,7 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
         axes = bound_axes("MoE", by)
         devices = jax.lax.axis_size(axes) if axes else 1
         if getattr(moe, field) % devices:
-            refuse(field, f"a multiple of the {devices} devices along {axes}")
+            refuse(moe, field, f"a multiple of the {devices} devices along {axes}")
     if x.ndim != 3:
         raise ValueError(
             f"MoE: x has the shape {x.shape}, expected [batch, sequence, features]. Capacity and "
@@ -381,15 +375,3 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
             f"MoE: mask has the shape {mask.shape}, expected {(x.shape[0], positions)}: a value "
             f"for each token of x, {x.shape}."
         )
-
-
-def _check_groups(moe: MoE, refuse: Callable[[str, str], None]) -> None:
-    if moe.groups < 1 or moe.num_experts % moe.groups:
-        refuse("groups", f"a divisor of num_experts={moe.num_experts}, or 1 for none")
-    if not 1 <= moe.groups_per_token <= moe.groups:
-        refuse("groups_per_token", f"from 1 to groups={moe.groups}")
-    size = moe.num_experts // moe.groups
-    if moe.groups > 1 and moe.groups_per_token * size < moe.top_k:
-        refuse("groups_per_token", f"groups of {size} experts that have at least top_k={moe.top_k}")
-    if moe.groups > 1 and moe.group_score == "best_two" and size < 2:
-        refuse("group_score", "'best' with groups of one expert")

@@ -258,13 +258,13 @@ class CachedSteps:
         """Returns a tree like the cache, with a `PartitionSpec` at each leaf."""
 
         def keep(params: Any) -> Any:
-            state = self.program.whole_state
+            state = self.program.unpadded_state
             variables = {"params": params, **state.collections}
             rows = Prompts(jnp.ones(tokens.shape[:1], jnp.int32), size)
             call = functools.partial(self._interface.apply, train=False, mutable=[NEW_KEYS])
             return call(variables, tokens, rows=rows)[1][NEW_KEYS]
 
-        cache = jax.eval_shape(keep, self.program.whole_state.params)
+        cache = jax.eval_shape(keep, self.program.unpadded_state.params)
         return jax.tree.map(self._cache_spec, cache)
 
     def put_rows(self, x: Any) -> jax.Array:

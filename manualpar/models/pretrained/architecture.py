@@ -167,9 +167,11 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
     if family == "mixtral":
         return {}
     size = keys.take("intermediate_size", fields["mlp_size"])
-    more: dict[str, Any] = {}
+    num_layers, more = fields["num_layers"], dict[str, Any]()
     if family == "dots1":
         dense = keys.take("first_k_dense_replace", 0)
+        fits = "fewer than all layers"
+        keys.check("first_k_dense_replace", dense, int, lambda x: 0 <= x < num_layers, fits)
         shared = keys.take("n_shared_experts", None)
         shared = 0 if shared is None else shared
         keys.check("n_shared_experts", shared, int, lambda x: 0 <= x < LARGEST, "0 or more")
@@ -177,15 +179,10 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
     else:
         only = keys.take("mlp_only_layers", []) or []
         dense = len(only) if isinstance(only, list) else -1
-        if only != list(range(dense)):
-            raise keys.refuse("mlp_only_layers", only, "the first layers, such as [0, 1], or []")
-    keys.check(
-        "first_k_dense_replace",
-        dense,
-        int,
-        lambda x: 0 <= x < fields["num_layers"],
-        "fewer than all layers",
-    )
+        if only != list(range(dense)) or dense >= num_layers:
+            raise keys.refuse(
+                "mlp_only_layers", only, "the first layers, such as [0, 1], but not all, or []"
+            )
     if dense:
         keys.check("intermediate_size", size, int, lambda x: 0 < x < LARGEST, "1 or more")
     return more | {"dense_layers": dense, "dense_mlp_size": size if dense else 0}
@@ -288,8 +285,8 @@ def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
     kind = kinds[0] if kinds else "default"
     keys.check("rope_theta", base, float, lambda x: x > 1, "more than 1")
     fields: dict[str, Any] = {"rope_base": float(base)}
-    if given.pop("partial_rotary_factor", 1.0) != 1:
-        raise keys.refuse("partial_rotary_factor", given, "1: all features of a head are rotated")
+    if (partial := given.pop("partial_rotary_factor", 1.0)) != 1:
+        raise keys.refuse("partial_rotary_factor", partial, "1: all features of a head are rotated")
     if kind not in ("default", "linear", "llama3"):
         raise keys.refuse("rope_type", kind, "'default', 'linear' or 'llama3'")
     if kind == "default":

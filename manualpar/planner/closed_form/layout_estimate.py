@@ -14,6 +14,7 @@ import functools
 from typing import Any
 
 from manualpar.core.mesh.compiler_options import Overlap
+from manualpar.inspect.communication import grouped
 from manualpar.inspect.parameter_formulas import ParameterForm
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.pipeline.schedules import make_table
@@ -41,7 +42,8 @@ from manualpar.planner.closed_form.layout_work import (
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import PartWork, PipelineWork, StepWork
-from manualpar.planner.topology import Ring, Topology
+from manualpar.planner.timed_collectives import Rings
+from manualpar.planner.topology import Topology
 from manualpar.strategies.shared_options import PARAMETER_SHARDING
 from manualpar.training.monitoring.throughput import Throughput
 
@@ -83,7 +85,7 @@ class LayoutEstimator:
             tokens_per_example=positions,
             flops_per_example=flops_per_token(model, positions) * positions,
         )
-        self._rings: dict[str, dict[tuple[str, ...], Ring]] = {}
+        self._rings: dict[str, Rings] = {}
         # A cache, because layouts that differ only in minibatches, chunks, `keep` and remat have
         # the same model and the same collectives of parameters.
         self._on_mesh = functools.cache(self._uncached_on_mesh)
@@ -121,11 +123,12 @@ class LayoutEstimator:
         pipeline = None
         if ticks is not None:
             runs = {"forward": chunk_runs, "backward": chunk_runs}
+            computed = grouped((ticks.of(product.scope), product) for product in products)
             works = {
                 part: PartWork(
                     runs.get(part, layout.num_minibatches),
                     tuple(of_part),
-                    tuple(product for product in products if ticks.of(product.scope) == part),
+                    tuple(computed.get(part, ())),
                 )
                 for part, of_part in sends.of_ticks().items()
             }

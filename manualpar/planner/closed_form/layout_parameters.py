@@ -66,7 +66,8 @@ def abstract_parameters(model: Transformer) -> Any:
         scan_layers=True,
         annotate=False,
     )
-    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    # The key is made inside the trace, so that nothing is compiled.
+    return jax.eval_shape(lambda x: model.init(jax.random.key(0), x), tokens)["params"]
 
 
 @dataclasses.dataclass(frozen=True)

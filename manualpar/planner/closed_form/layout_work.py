@@ -19,7 +19,6 @@ from manualpar.inspect.memory import Memory
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
 from manualpar.planner.closed_form.layout import DeviceSizes, Layout
-from manualpar.planner.step_work import repeated
 
 HALF, SINGLE = 2, 4  # Bytes of an element: bfloat16 (computed and sent) and float32 (stored).
 STATE = 2  # The number of Adam's averages of a parameter.
@@ -111,7 +110,8 @@ def step_products(
     def add(scope: str, product: Product[float], times: float, part: str) -> None:
         if times:
             scope = f"{ticks.scope(part, together=False)}/{scope}" if ticks else scope
-            found.append(repeated(product, times)._replace(scope=scope, dtype="bfloat16"))
+            of_all = times * product.flops, times * product.traffic
+            found.append(Product(scope, *of_all, "bfloat16", product.is_fused))
 
     for product in layer_products(x, layout):
         again = layout.recomputed.get(product.scope, 0.0) + layout.runs_chunks_again

@@ -63,9 +63,9 @@ class DiLoCo(OuterSteps):
 
         abstract, unpadded = (
             state.replace(local=jax.tree.map(spread, state.local))
-            for state in (program.abstract_state, program.whole_state)
+            for state in (program.abstract_state, program.unpadded_state)
         )
-        return dataclasses.replace(program, abstract_state=abstract, whole_state=unpadded)
+        return dataclasses.replace(program, abstract_state=abstract, unpadded_state=unpadded)
 
     def regroup(self, program: Program, state: TrainState) -> TrainState:
         """Converts a state with another number of replicas, see `DiLoCoState.regroup`."""
@@ -153,7 +153,7 @@ def build_diloco(
         layout=layout,
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=jitted.abstract_state,
-        whole_state=unpadded,
+        unpadded_state=unpadded,
         abstract_batch=with_shardings(batch, jitted.shard(roles.batch_specs(batch))),
         batch_sharding=jitted.shard(roles.batch_spec),
         create=state.create,

@@ -56,7 +56,7 @@ class DiLoCoState:
         self.inner, self.placements, self.fragment_tx = inner, placements, outer_tx
         self.axis_name = axes[0] if len(axes) == 1 else axes
         self._num_replicas = axes_size(mesh, axes)
-        params = inner.whole_state.params
+        params = inner.unpadded_state.params
         self.fragments = Fragments(partition(placements, params)[0], num_fragments)
         self.outer_tx = self.fragments.optimizer(outer_tx)
         opt_state = jax.eval_shape(self._init_outer, params)
@@ -149,7 +149,7 @@ class DiLoCoState:
                 local=self._replicas_of(inner_state),
             )
 
-        return jax.eval_shape(make, self.inner.whole_state)
+        return jax.eval_shape(make, self.inner.unpadded_state)
 
     def layout(self, padded: TrainState) -> TrainState:
         """Returns the `PartitionSpec` of each leaf of the state."""

@@ -176,7 +176,7 @@ class OrbaxFiles:
 
 def state_leaves(program: Program) -> list[Leaf]:
     """Returns the leaves of a program's state, in the order of the tree."""
-    return leaves_of(program.abstract_state, program.whole_state)
+    return leaves_of(program.abstract_state, program.unpadded_state)
 
 
 def stored_arrays(

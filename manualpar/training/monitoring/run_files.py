@@ -34,10 +34,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-
 from manualpar.system.storage import AnyPath
 from manualpar.system.storage.durable_files import (
     LineFile,
@@ -130,6 +126,9 @@ class RunWriter:
         number = len(list(workdir.glob("events.out.tfevents.*")))
         self._events_path = workdir.absolute() / "events"
         with explained(self._events_path):
+            # Imported here, because tensorboardX imports torch if it is installed.
+            from tensorboardX.event_file_writer import EventsWriter
+
             self._events = EventsWriter(str(self._events_path), f".{number:04d}")
             there = workdir.absolute().glob("events.out.tfevents.*")
             self._events_path = max(there, key=lambda path: path.stat().st_mtime_ns)
@@ -158,8 +157,8 @@ class RunWriter:
                 finite = {key: x if math.isfinite(x) else None for key, x in values.items()}
                 self._files[name].append({"step": step, "split": split, **finite})
         values = {**metrics, **(throughput or {})}
-        scalars = [Summary.Value(tag=f"{split}/{key}", simple_value=values[key]) for key in values]
-        self._write_event(Event(step=step, summary=Summary(value=scalars)))
+        scalars = [{"tag": f"{split}/{key}", "simple_value": values[key]} for key in values]
+        self._write_event(step=step, summary={"value": scalars})
 
     def place(self) -> dict[str, int]:
         """Flushes the files in `PLACED_FILES` to the disk, and returns their sizes in bytes.
@@ -199,10 +198,13 @@ class RunWriter:
         """Makes TensorBoard drop all events after the checkpoint of `step`."""
         # If the run starts over, it writes the evaluation of step 0 again.
         first = step + 1 if any(place.values()) else 0
-        self._write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
+        self._write_event(step=first, session_log={"status": "START"})
 
-    def _write_event(self, event: Event) -> None:
-        event.wall_time = time.time()
+    def _write_event(self, **fields: Any) -> None:
+        """Writes an `Event` of TensorBoard with these fields and the time."""
+        from tensorboardX.proto.event_pb2 import Event
+
+        event = Event(wall_time=time.time(), **fields)
         check_in_place(self._events_path, self._events_opened)
         with explained(self._events_path):
             self._events.write_event(event)

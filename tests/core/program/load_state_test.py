@@ -47,7 +47,7 @@ def trained(normed, variables):
 
 def unpadded(program, state):
     """Every array of a state on the host, without padding, by name."""
-    leaves = leaves_of(program.abstract_state, program.whole_state)
+    leaves = leaves_of(program.abstract_state, program.unpadded_state)
     arrays = {}
     for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True):
         assert (x.shape, x.dtype) == (leaf.abstract.shape, leaf.abstract.dtype), leaf.name

@@ -288,11 +288,13 @@ def test_the_repr_of_a_program_and_of_its_states_is_a_few_lines(devices8):
     program = build(fsdp, make_mesh({"data": 8}, devices8), optax.adam(0.1), min_weight_size=16)
     assert str(program).splitlines()[0] == "Program(fsdp, mode manual, mesh data=8)"
     state = program.init(jax.random.key(0))
-    numbers = sum(x.size for x in jax.tree.leaves(program.whole_state.params))
+    numbers = sum(x.size for x in jax.tree.leaves(program.unpadded_state.params))
     for shown in (program, state, program.abstract_state, program.layout):
         text = repr(shown)
         assert text.count("\n") < 15
         assert len(text) < 1000
     assert f"{numbers:,} numbers" in repr(program)
-    assert f"{numbers:,} numbers" in repr(program.whole_state)
+    assert f"{numbers:,} numbers" in repr(program.unpadded_state)
+    with pytest.warns(DeprecationWarning, match=r"whole_state is Program\.unpadded_state now"):
+        assert program.whole_state is program.unpadded_state
     assert f"; {sum(map(any, jax.tree.leaves(program.layout.params)))} sharded" in repr(program)

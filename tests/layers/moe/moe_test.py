@@ -1,5 +1,6 @@
 """Mixtures of experts: the same on every mesh as on one device."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_S
 from manualpar.inspect import count_by_kind, trace_collectives
 from manualpar.layers.moe import expert_exchange
 from manualpar.layers.moe.expert_exchange import has_ragged_all_to_all
+from manualpar.layers.moe.experts import Experts
 from manualpar.layers.moe.moe import MoE, all_to_all_bytes, capacity_of
 from manualpar.layers.moe.routing import auxiliary_loss
 
@@ -340,3 +342,12 @@ def test_backends_with_a_ragged_all_to_all_get_it(devices8, monkeypatch):
     for platform in ("tpu", "cuda"):
         lowered = traced.lower(lowering_platforms=(platform,))
         assert lowered.as_text().count("ragged_all_to_all") == 4
+
+
+def test_a_layer_has_the_fields_of_a_model_s_experts_with_the_same_defaults():
+    of_model = {field.name: field.default for field in dataclasses.fields(Experts)}
+    of_layer = {field.name: field.default for field in dataclasses.fields(MoE)}
+    assert of_model.keys() - of_layer.keys() == {"dense_layers", "dense_mlp_size"}
+    shared = of_model.keys() & of_layer.keys() - {"num_experts", "axis"}
+    assert {name: of_layer[name] for name in shared} == {name: of_model[name] for name in shared}
+    assert Experts(2).of_layer.keys() == shared | {"num_experts", "axis"}

@@ -35,6 +35,20 @@ def test_a_size_that_no_model_has_is_refused_by_its_key(base):
             refused({**base, "rope_theta": value}, "rope_theta")
 
 
+def test_dense_layers_and_rotated_features_are_refused_by_their_own_key():
+    qwen = {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    assert complete_fields(parse_architecture(qwen))["num_experts"] == 4
+    refused({**qwen, "mlp_only_layers": [0, 1]}, "mlp_only_layers")
+    with pytest.raises(ValueError, match=r"partial_rotary_factor is 0\.5, expected 1"):
+        parse_architecture({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}})
+
+
 def test_a_path_is_a_text_or_a_path(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read_architecture(str(tmp_path)) == read_architecture(tmp_path)

@@ -349,7 +349,7 @@ def test_frozen_parameters_are_the_anchors_alone(devices8):
 
 def test_replicas_begin_with_given_parameters(devices8):
     program = build(every=2)
-    given = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), program.whole_state.params)
+    given = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), program.unpadded_state.params)
     state = program.init_from(given)
     for x in jax.tree.leaves(jax.device_get(state.local["params"])):
         assert set(np.unique(x)) <= {0.0, 0.5}  # 0 where it is padded.

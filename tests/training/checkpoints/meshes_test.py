@@ -70,7 +70,7 @@ def program_on(number: int) -> Program:
 
 def leaves(program: Program, state) -> dict[str, np.ndarray]:
     """The whole arrays of a state, without padding."""
-    found = leaves_of(program.abstract_state, program.whole_state)
+    found = leaves_of(program.abstract_state, program.unpadded_state)
     values = jax.tree.leaves(state)
     return {
         leaf.name: read_unpadded("test", leaf, value)
@@ -117,7 +117,7 @@ def test_a_state_is_the_same_on_meshes_of_all_axes(devices8, tmp_path):
     is_padded = False
     for number in numbers:
         program = program_on(number)
-        of_state = leaves_of(program.abstract_state, program.whole_state)
+        of_state = leaves_of(program.abstract_state, program.unpadded_state)
         is_padded |= any(any(leaf.padding) for leaf in of_state)
         for spec in jax.tree.leaves(program.layout.params):
             axes |= {axis for entry in spec for axis in axis_tuple(entry)}

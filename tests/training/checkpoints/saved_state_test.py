@@ -60,7 +60,7 @@ def saved(programs, tmp_path_factory):
 def whole(program, state):
     """The state as one device would hold it, by name."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    shapes = [x.shape for x in jax.tree.leaves(program.whole_state)]
+    shapes = [x.shape for x in jax.tree.leaves(program.unpadded_state)]
     arrays = {}
     for (path, x), shape in zip(leaves, shapes, strict=True):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
