@@ -216,9 +216,7 @@ SOURCES = [
         (("",), r"whose source is '', none of"),
         (("1 text", "1e-9 jsonl x"), r"the entry 'jsonl x', whose weight is less than 1/65536"),
     ),
-    *rows(
-        "cache", cache_in_a_file, ("file", r"^config\.data\.cache is 'file', and .* cannot be")
-    ),
+    *rows("cache", cache_in_a_file, ("file", r"^config\.data\.cache is 'file', and .* cannot be")),
 ]
 DOCUMENT_FILES = [
     *rows(
