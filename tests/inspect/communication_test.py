@@ -118,6 +118,7 @@ def test_shapes_and_dtypes(mesh42, shape, dtype, expected):
     assert found.dtype == dtype
     assert found.bytes_sent == expected
     assert isinstance(found.bytes_sent, Fraction)
+    assert found.float_bytes_sent == float(expected)
 
 
 def test_keys_are_what_they_are_made_of(mesh42):
