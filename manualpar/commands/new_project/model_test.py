@@ -13,9 +13,9 @@ from manualpar import (
     data_parallel,
     fsdp,
     make_mesh,
+    simulate_devices,
     tensor_parallel,
 )
-from manualpar.training.devices import simulate_devices
 
 simulate_devices(8)
 
