@@ -180,7 +180,7 @@ def _place_each(
         elif found != len(rows):
             of_process = f", or the {len(rows)} of this process" if len(rows) < batch_size else ""
             raise ValueError(
-                f"data: a batch has {found} rows, expected config.data.batch_size={batch_size}"
+                f"data: a batch has {found} rows, expected the batch size {batch_size}"
                 f"{of_process}; drop the rows after the last full batch, or pad them and mask them."
             )
         yield place(batch, rows, sharding, batch_size)

@@ -225,6 +225,10 @@ def _check_extra(restored: Restored) -> None:
         numbers = [extra["position"], *(extra["files"][name] for name in PLACED_FILES)]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("the position or the size of a file is not a whole number")
+        numbers = [saved["number"] for saved in extra.get("stream", [])]
+        names = [name for name, _ in extra.get("hooks", [])]
+        if not all(type(x) is int for x in numbers) or not all(type(x) is str for x in names):
+            raise TypeError("the state of the data or of a hook is malformed")
         if not isinstance(extra["data"], str) or not isinstance(extra.get("config", {}), dict):
             raise TypeError("data is not a string, or config not an object")
     except Exception as error:  # The JSON may have any content, so any error is possible.

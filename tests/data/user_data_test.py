@@ -166,7 +166,7 @@ REFUSED = [
         ValueError,
         r"is float32\[\d\], expected float32\[0\], as train\[0\] has; pad or crop it",
     ),
-    (lambda: _read(Again(1), 5), ValueError, "a batch has 4 rows, expected config.data.batch_size"),
+    (lambda: _read(Again(1), 5), ValueError, "a batch has 4 rows, expected the batch size 5"),
     (lambda: _read([(np.ones(3), np.ones(4))]), ValueError, r"have \[3, 4\] rows"),
     (
         lambda: _read([{"x": np.ones(SIZE)}, {"x": np.ones(SIZE, np.int32)}]),

@@ -255,3 +255,37 @@ def test_what_cannot_be_evaluated_or_called_is_refused(tmp_path: Path):
         fit(Net(), loss_fn, Examples(0, 40), options={"mesh": None, **OPTIONS})
     with pytest.raises(ValueError, match=r"set config.parallel.min_weight_size"):
         fit(Net(), loss_fn, Examples(0, 40), options={"min_weight_size": 1, **OPTIONS})
+
+
+SCRIPT = """
+import sys
+
+from manualpar import simulate_devices
+
+simulate_devices(4)
+
+from tests.training import fitting_test as here
+
+data = {"train": here.Examples(0, 40), "eval": here.Batches()}
+done = here._fit(data, sys.argv[1], hooks=[here.Patience(9)])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_report_what_one_process_reports(tmp_path: Path):
+    _fit({"train": Examples(0, 40), "eval": Batches()}, tmp_path / "one", hooks=[Patience(9)])
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = (sys.executable, str(tmp_path / "script.py"), str(tmp_path / "two"))
+    done = subprocess.run(
+        [sys.executable, "-m", "manualpar", "launch", "--processes=2", "--", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = _metrics(tmp_path / "one"), _metrics(tmp_path / "two")
+    assert [(x["step"], x["split"]) for x in one] == [(x["step"], x["split"]) for x in two]
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
