@@ -75,6 +75,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
 
 def test_every_folder_of_the_package_is_a_package():
     folders = {path.parent for path in (ROOT / "manualpar").rglob("*.py")}
+    folders.remove(ROOT / "manualpar" / "commands" / "new_project")  # What `manualpar new` writes.
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
