@@ -19,12 +19,15 @@ from manualpar.errors import require
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage.untrusted import read_file
 
-# The extras that the code of a page needs.
+# The extras that the code of a page needs, and packages that no extra installs.
 EXTRAS = {
     "how_it_works": "examples",
+    "hugging_face_data": "train",
+    "questions": "train,examples",
     "start_from_what_you_have": "train,pretrained",
     "which_strategy": "train",
 }
+PACKAGES = {"hugging_face_data": "datasets"}
 # The block in a page that says how to run the page, which a notebook does not need.
 _HOW_TO_RUN = re.compile(r"^```\npython -m docs\.run .*\n```\n", re.MULTILINE)
 _INSTALL = """\
@@ -32,7 +35,7 @@ _INSTALL = """\
 import importlib.util
 
 if importlib.util.find_spec("manualpar") is None:
-    %pip install --quiet "{requirement}"
+    %pip install --quiet {packages}
 """
 _WORK = """
 # The code below writes to this folder.
@@ -73,7 +76,7 @@ def make_notebook(text: str, name: str, repository: str = "") -> str:
     import nbformat
 
     if not is_python_alone(text):
-        raise ValueError("the page has blocks of bash or pictures, expected only blocks of python")
+        raise ValueError("the page has bash, pictures or no code; expected only blocks of python")
     text = _with_addresses(text, name, repository)
     blocks = read_blocks(text)
     new, cells, end = nbformat.v4, [], 0
@@ -108,8 +111,9 @@ def _preparation(text: str, name: str, repository: str) -> str:
     """Returns the code of the cell that makes the page's code run in a fresh environment."""
     requirement = f"manualpar[{EXTRAS[name]}]" if name in EXTRAS else "manualpar"
     requirement += f" @ git+{repository}" if repository else ""
-    needs_folder = 'os.environ["WORK"]' in text
-    return (_INSTALL.format(requirement=requirement) + (_WORK if needs_folder else "")).strip()
+    packages = " ".join([f'"{requirement}"', *PACKAGES.get(name, "").split()])
+    needs_folder = re.search(r"os\.environ\[.WORK.\]", text)
+    return (_INSTALL.format(packages=packages) + (_WORK if needs_folder else "")).strip()
 
 
 def _text_cells(text: str) -> list[dict[str, object]]:

@@ -129,10 +129,11 @@ GROUPS = (
         ("manualpar.data",),
     ),
     Group(
-        "Train from a config",
+        "Train",
         "`manualpar train` and the other commands of [running experiments](../running.md) call "
-        "these functions.",
+        "these functions, and your own program can call them too.",
         (
+            "manualpar.training",
             "manualpar.training.config_files.named_config",
             "manualpar.training.experiment.prepare",
             "manualpar.training.run.run",

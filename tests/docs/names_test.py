@@ -12,9 +12,9 @@ from docs.site.links import find_entry, link_names, missing_names, name_in, name
 from docs.site.public_names import INTERNAL, find_object, listed_names, public_members, public_page
 from tests.paths import ROOT
 
-# The changelog also has the names of earlier releases.
+# The changelog and `docs/versions.md` also have the names of earlier releases.
 PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem != "versions"),
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "benchmarks/README")),
 ]
 

@@ -59,9 +59,10 @@ def test_a_notebook_has_the_text_and_the_code_of_its_page():
     assert make_notebook(PAGE, "page") == make_notebook(PAGE, "page")
 
 
-def test_the_links_of_a_notebook_lead_to_the_repository():
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_the_links_of_a_notebook_lead_to_the_repository(quote):
     nbformat = pytest.importorskip("nbformat", reason="pip install -e '.[interop]'")
-    text = PAGE.replace("x = 1", 'import os\nx = os.environ["WORK"]')
+    text = PAGE.replace("x = 1", f"import os\nx = os.environ[{quote}WORK{quote}]")
     cells = nbformat.reads(make_notebook(text, "which_strategy", REPOSITORY), as_version=4).cells
     files = f"{REPOSITORY}/blob/HEAD"
     assert f"[another]({files}/docs/other.md#part)" in cells[0].source
