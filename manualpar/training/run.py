@@ -12,6 +12,7 @@ import jax
 import rich.console
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
+from manualpar.core.mesh.devices import describe_mesh
 from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.program.program import Program
@@ -29,7 +30,6 @@ from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import Checkpoints, Restored
 from manualpar.training.checkpoints.saved_state import unpad_whole
 from manualpar.training.config import flatten_config
-from manualpar.training.devices import describe_mesh
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import Experiment
 from manualpar.training.hooks import Hooks

@@ -24,7 +24,6 @@ from tests.house.source_rules import (
 )
 from tests.paths import ROOT
 
-
 # The files that `manualpar new` writes, as short as a page's; no module of the package.
 TEMPLATE = "new_project"
 
