@@ -31,6 +31,7 @@ from manualpar.commands.results import (
     choose_devices,
     results_folder,
     users_mistakes,
+    with_picture,
     write_json,
 )
 from manualpar.core.mesh.devices import describe_mesh
@@ -39,7 +40,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
 from manualpar.core.state.train_state import Batch
 from manualpar.data import train_batch
-from manualpar.errors import nearest, require
+from manualpar.errors import nearest
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
@@ -309,7 +310,6 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     config, flags = line.config, line.flags
     parent = Path("runs") / line.config_path.stem
     with users_mistakes():  # Checks everything that can be checked before compilation.
-        require(PICTURE, "matplotlib")
         check_output(flags.output, parent)
         choose_devices(flags.devices, force=flags.force)
         experiments = prepare_pairs(config)
@@ -338,7 +338,8 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     with results_folder(workdir, workdir):
         write_json(workdir / "comparison.json", json.loads(text, parse_constant=lambda _: None))
         (workdir / "comparison.md").write_text(markdown(rows, notes), encoding="utf-8")
-        draw(rows, workdir / PICTURE)
+        with with_picture(console):
+            draw(rows, workdir / PICTURE)
     print_rows(console, rows, notes)
     return workdir
 

@@ -45,11 +45,12 @@ from manualpar.commands.results import (
     choose_devices,
     results_folder,
     users_mistakes,
+    with_picture,
     write_json,
 )
 from manualpar.commands.schedule_picture import draw_schedule
 from manualpar.core.mesh.mesh_order import describe_links
-from manualpar.errors import UsageError, print_error, require
+from manualpar.errors import UsageError, print_error
 from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
     Budget,
@@ -224,7 +225,6 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
     """
     flags, names = line.flags, [named.name for named in line.configs]
     with users_mistakes():  # Checks and reads everything that is possible before tracing.
-        require(PICTURE, "matplotlib")
         budgets = {} if flags.write_budget else _read_budgets(flags.budget, names)
         earlier = {name: _read_earlier(flags.against, name) for name in names if flags.against}
         # Refuses a training's folder. An earlier inspection may be overwritten.
@@ -246,10 +246,11 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
     with results_folder(flags.output, FOLDER) as output:
         for name, found in ledgers.items():
             write_json(output / f"{name}.json", found)
-        draw_ledgers(ledgers, output / PICTURE, bounds=bounds)
-        for name in ledgers if flags.schedule else ():
-            table, costs = table_and_costs(ledgers[name]["schedule"])
-            draw_schedule(table, output / f"{name}.schedule.png", title=name, costs=costs)
+        with with_picture(console):
+            draw_ledgers(ledgers, output / PICTURE, bounds=bounds)
+            for name in ledgers if flags.schedule else ():
+                table, costs = table_and_costs(ledgers[name]["schedule"])
+                draw_schedule(table, output / f"{name}.schedule.png", title=name, costs=costs)
     if flags.write_budget:
         _write_budgets(flags.budget, ledgers)
         print_line(console, f"budgets: {flags.budget}")

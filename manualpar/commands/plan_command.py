@@ -20,9 +20,10 @@ from manualpar.commands.results import (
     check_output,
     results_folder,
     users_mistakes,
+    with_picture,
     write_json,
 )
-from manualpar.errors import UsageError, nearest, require
+from manualpar.errors import UsageError, nearest
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import check_closed_form
 from manualpar.planner.closed_form.layout_config import layout_flags, trace_layout
@@ -173,7 +174,6 @@ def plan_command(command: CommandLine) -> int:
 
     def work(console: rich.console.Console) -> Path:
         with users_mistakes():
-            require("the picture of a plan", "matplotlib")
             check_output(command.flags.output, parent)
             # Writes nothing before all estimates exist.
             flags = command.flags
@@ -223,7 +223,8 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
 
     def write(workdir: Path) -> None:
         write_json(workdir / "plan.json", results)
-        draw_plans(plans, workdir / "plan.png")
+        with with_picture(console):
+            draw_plans(plans, workdir / "plan.png")
 
     return write
 
@@ -271,7 +272,10 @@ def _search(command: CommandLine, console: rich.console.Console) -> Callable[[Pa
     def write(workdir: Path) -> None:
         write_json(workdir / "search.json", search_json(outcomes, curves))
         per_device = f"{examples} example{'s' * (examples != 1)}"
-        draw_search(outcomes, curves, workdir / "search.png", title=title, per_device=per_device)
+        with with_picture(console):
+            draw_search(
+                outcomes, curves, workdir / "search.png", title=title, per_device=per_device
+            )
 
     return write
 

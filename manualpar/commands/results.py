@@ -15,6 +15,7 @@ from manualpar.core.mesh.devices import simulate_devices
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
+    MissingExtraError,
     UsageError,
     describe_mistake,
     print_error,
@@ -102,6 +103,15 @@ def results_folder(folder: Path | None, parent: Path) -> Iterator[Path]:
         raise UsageError(
             f"the results cannot be written: {where}; name another folder with --output."
         ) from error
+
+
+@contextlib.contextmanager
+def with_picture(console: rich.console.Console) -> Iterator[None]:
+    """Says in a line that a picture is left out, if the code in the context lacks matplotlib."""
+    try:
+        yield
+    except MissingExtraError as error:
+        print_line(console, str(error))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -323,12 +323,12 @@ def test_what_cannot_be_done_ends_in_one_sentence(arguments, message, capsys):
     assert message in error
 
 
-def test_without_matplotlib_one_sentence_comes_before_any_work(capsys, monkeypatch):
+def test_without_matplotlib_a_sentence_takes_the_place_of_the_picture(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert _run(*SMALL, *ABSTRACT) == 2
-    output, error = capsys.readouterr()
-    assert output == ""
-    assert error.startswith("error: inspect.png needs matplotlib, which is not installed: pip inst")
+    assert _run(*SMALL, *ABSTRACT, "--output=here") == 0
+    assert "inspect.png needs matplotlib, which is not installed: pip" in capsys.readouterr().out
+    [path] = Path("here").iterdir()
+    assert path.suffix == ".json"
 
 
 def test_ctrl_c_is_not_a_traceback(monkeypatch, capsys):
