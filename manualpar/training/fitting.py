@@ -58,6 +58,7 @@ def fit(
     *,
     workdir: str | AnyPath | None = None,
     options: Mapping[str, Any] | None = None,
+    init_from: Any = None,
     cluster: Cluster | None = None,
 ) -> Fit:
     """Trains a model, with sharding, progress, evaluation, checkpoints and a report.
@@ -79,6 +80,8 @@ def fit(
       workdir: The folder of the run; by default a new folder in `runs/fit/`.
       options: Arguments of the program's builder that a config has no field for, such as
         `init_args`.
+      init_from: The parameters to begin with, as `Program.init_from` takes them; by default they
+        are initialized. A call that resumes does not use them.
       cluster: The processes that train together, from `manualpar.cluster.initialize()`, inside its
         context. By default the environment decides, as in `initialize`.
 
@@ -99,7 +102,13 @@ def fit(
         _check_no_other_optimizer(given)
     folder = None if workdir is None else as_path(str(workdir))
     task = Task(
-        dataset, model, loss_fn, optimizer=optimizer, options=options or {}, hooks=tuple(hooks)
+        dataset,
+        model,
+        loss_fn,
+        optimizer=optimizer,
+        options=options or {},
+        hooks=tuple(hooks),
+        init_from=init_from,
     )
     with contextlib.ExitStack() as stack:
         if cluster is None:

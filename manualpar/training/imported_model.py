@@ -6,6 +6,7 @@ before the config is checked, so that all code that reads the config finds the i
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import ml_collections
@@ -64,20 +65,32 @@ def fill_from_hf(
 
 
 def initial_state(
-    config: ml_collections.ConfigDict, program: Program, *, report: Callable[[str], None]
+    config: ml_collections.ConfigDict,
+    program: Program,
+    *,
+    report: Callable[[str], None],
+    init_from: Any = None,
 ) -> TrainState:
-    """Loads a run's first state from `config.model.from_hf`; if it is '', initializes a state.
+    """Makes a run's first state.
+
+    The parameters are those of `init_from`, or of `config.model.from_hf`. Without these, the state
+    is initialized.
 
     Raises:
-      UsageError: The files do not fit the model; see `load_hf`.
+      UsageError: The parameters do not fit the model; see `Program.init_from` and `load_hf`.
     """
     key = jax.random.key(config.seed)
     directory = config.model.get("from_hf", "")
+    # Neither has LoRA adapters, so these are initialized.
+    missing: Missing = "init" if config.model.get("lora") else "error"
+    if init_from is not None:
+        try:
+            return program.init_from(init_from, key, missing=missing)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     if not directory:
         return program.init(key)
     try:
-        # The directory has no tensors for LoRA adapters, so these are initialized.
-        missing: Missing = "init" if config.model.get("lora") else "error"
         loaded = load(program, directory, key, missing=missing)
     except ValueError as error:
         raise UsageError(f"config.model.from_hf: {error}") from error

@@ -146,7 +146,10 @@ def _run(
         restored = restore(checkpoints, experiment, workdir, report=say)
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
     position = position_of(restored) if restored else START
-    state = restored.state if restored else initial_state(config, program, report=say)
+    if restored:
+        state = restored.state
+    else:
+        state = initial_state(config, program, init_from=task.init_from, report=say)
     with contextlib.ExitStack() as stack:
         trackers = _start_trackers(experiment, folder, say=say) if cluster.is_main else []
         if failure := first_failure(trackers if isinstance(trackers, str) else ""):

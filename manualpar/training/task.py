@@ -61,6 +61,8 @@ class Task(Summarized):
       options: Arguments of the program's builder that a config has no field for, such as
         `init_args` and `sync_collections`.
       hooks: Hooks of the run, see `manualpar.training.hooks`.
+      init_from: The parameters to begin with, as `Program.init_from` takes them; `None` to
+        initialize them.
     """
 
     dataset: Dataset
@@ -74,6 +76,7 @@ class Task(Summarized):
     optimizer: optax.GradientTransformation | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     hooks: Sequence[Any] = ()
+    init_from: Any = None
 
 
 def make_task(config: ml_collections.ConfigDict) -> Task:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from manualpar.errors import UsageError
 from manualpar.training import Fit, Hook, fit
 from tests.paths import ROOT
 
@@ -225,6 +226,18 @@ def test_a_config_names_a_function_that_makes_the_task(tmp_path: Path, monkeypat
         )
         assert shown.returncode == 0, shown.stderr
     assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_training_begins_with_given_parameters(tmp_path: Path):
+    batch = next(iter(Batches()))
+    params = Net().init(jax.random.key(7), batch["x"])["params"]
+    given = {"optimizer": None, "options": OPTIONS, "init_from": params, "workdir": tmp_path}
+    config = {**FEW, "training.num_steps": 1, "optimizer.learning_rate": 0.0}
+    done = fit(Net(), loss_fn, [batch], config=config, **given)
+    assert _same(params, jax.device_get(done.program.whole(done.state)["params"]))
+    wrong = {**given, "init_from": {"Dense_0": params["Dense_0"]}, "workdir": tmp_path / "wrong"}
+    with pytest.raises(UsageError, match=r"init_from: .*Dense_1"):
+        fit(Net(), loss_fn, [batch], config=config, **wrong)
 
 
 REFUSED = [
