@@ -18,7 +18,7 @@ from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.program.parameter_average import params_ema
 from manualpar.core.program.program import Program
 from manualpar.core.summary import as_text, describe_fields
-from manualpar.data import BatchStream, abstract_batch, evaluated
+from manualpar.data import abstract_batch
 from manualpar.errors import nearest
 from manualpar.inspect.state_layout import ALL
 from manualpar.layers.pipeline import Pipeline
@@ -37,6 +37,7 @@ from manualpar.training.task import (
     SPLIT_AXIS,
     STAGE_AXIS,
     Task,
+    check_evaluated,
     fine_tuned,
     make_task,
     splits_layers,
@@ -95,7 +96,7 @@ def prepare(
     config = complete_config(config)
     parse_profile(config.profile)
     task = task or make_task(config)
-    _check_evaluated(config, task)
+    check_evaluated(config, task)
     schedule = None if task.optimizer else make_schedule(config)
     program, chosen = _build(config, task, schedule, devices, tracing)
     if not isinstance(program, Program):
@@ -122,20 +123,6 @@ def prepare(
     flops = flops_of_example(task, fine_tuned(task.model, config.model), program)
     task = dataclasses.replace(task, flops_per_example=flops)
     return Experiment(config, task, schedule, program, chosen)
-
-
-def _check_evaluated(config: ml_collections.ConfigDict, task: Task) -> None:
-    """Refuses splits for evaluation that cannot fill a batch and cannot be padded."""
-    for name in ("eval", "test"):
-        split = getattr(task.dataset, name)
-        if split is None or isinstance(split, BatchStream):
-            continue
-        if not evaluated(split, config.data.batch_size):
-            raise ValueError(
-                f"data: {name!r} has {len(split)} examples without a mask and "
-                f"config.data.batch_size is {config.data.batch_size}, expected at least as many "
-                "examples; or make each a Batch(inputs, labels, mask), which can be padded."
-            )
 
 
 def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: Program) -> None:
@@ -208,6 +195,11 @@ def _build(
         )
     if not own:
         _check_stages_and_context(config, task, mesh)
+    elif STAGE_AXIS in mesh.shape and "pipeline" not in task.options:
+        raise ValueError(
+            f"config.parallel.mesh has the axis {STAGE_AXIS!r}, expected the option 'pipeline' "
+            "too, such as options={'pipeline': manualpar.Pipeline()}; or leave out the axis."
+        )
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
     along, devices = " and ".join(map(repr, data_axes)), axes_size(mesh, data_axes)
     parts = devices * optimizer.num_minibatches

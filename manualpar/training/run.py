@@ -251,6 +251,9 @@ def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console
             words = f"{name}: {used} of {len(split)} examples are used, those of full batches"
             print_line(console, f"{words}, because examples without a mask cannot be padded")
     console.print(layout_table(program), soft_wrap=True)
+    for axis in _unused_axes(program):
+        words = f"nothing is divided over the mesh axis {axis!r}"
+        print_line(console, f"{words}, so its devices do the same work")
     if debug.draw_sharding and cluster.is_main:
         draw_sharding(program.abstract_state.params, debug.draw_sharding)
     if every := debug.check_replicas_every:
@@ -262,6 +265,14 @@ def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console
         if not copied:
             words = "nothing to compare, each part of the state is on one device only"
         print_line(console, f"replica check: {words}")
+
+
+def _unused_axes(program: Program) -> list[str]:
+    """Returns the axes of several devices over which neither batches nor parameters are divided."""
+    specs = [program.batch_sharding.spec, *jax.tree.leaves(program.layout)]
+    used = {axis for spec in specs for entry in spec for axis in axis_tuple(entry)}
+    used |= set(program.data_axes)
+    return [axis for axis, size in program.mesh.shape.items() if size > 1 and axis not in used]
 
 
 def _describe_mesh(mesh: jax.sharding.Mesh) -> str:

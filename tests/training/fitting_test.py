@@ -228,6 +228,15 @@ def test_a_config_names_a_function_that_makes_the_task(tmp_path: Path, monkeypat
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_an_axis_over_which_nothing_is_divided_is_named(tmp_path: Path, capsys):
+    mesh = {"data": 2, "replica": 2, "model": 2}
+    config = {**FEW, "training.num_steps": 1, "parallel.mesh": mesh, "parallel.strategy": "hsdp"}
+    fit(Net(), loss_fn, Examples(0, 40), config=config, options=OPTIONS, workdir=tmp_path)
+    shown = [line for line in capsys.readouterr().out.splitlines() if "divided" in line]
+    [line] = shown
+    assert line.startswith("nothing is divided over the mesh axis 'model'")
+
+
 def test_a_training_begins_with_given_parameters(tmp_path: Path):
     batch = next(iter(Batches()))
     params = Net().init(jax.random.key(7), batch["x"])["params"]
@@ -246,6 +255,7 @@ REFUSED = [
     (dict(data__batchsize=4), "config.data.batchsize is not a known field; the nearest one is"),
     (dict(data__path=[1]), r"config.data.path is \[1\], expected a finite number, a string"),
     (dict(training__trackers=("wand",)), "expected a tuple of names among 'wandb', 'mlflow'"),
+    (dict(parallel__mesh={"data": 4, "stage": 2}), "expected the option 'pipeline' too"),
     (dict(data__batch_size=10), "config.data.batch_size is 10, expected a multiple of 8"),
 ]
 
