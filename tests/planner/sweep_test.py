@@ -140,11 +140,10 @@ KERNELS = [
     ("v5e:2x4", {"attention_soft_cap": 30.0}, {}, True),
     ("v5e:2x4", {"attention": "blockwise"}, {}, False),
     # On GPUs cuDNN, where it can run.
-    ("h100:8", {}, {}, False),  # float32
+    ("h100:8", {"dtype": "float32"}, {}, False),
     ("h100:8", {"dtype": "bfloat16"}, {}, True),
     ("h100:8", {"dtype": "bfloat16", "attention_soft_cap": 30.0}, {}, False),
     ("h100:8", {"dtype": "bfloat16", "attention": "blockwise"}, {}, False),
-    ("h100:8", {"attention": "cudnn", "dtype": "bfloat16"}, {}, True),
     ("h100:8", {"dtype": "bfloat16", "head_size": 4}, {}, False),
     ("h100:8", {"dtype": "bfloat16", "head_size": 256}, {}, True),
     ("b200:8", {"dtype": "bfloat16", "head_size": 256}, {}, False),
@@ -155,34 +154,42 @@ KERNELS = [
 ]
 
 
+def _with_mesh(builder, **mesh):
+    config = ml_collections.ConfigDict(builder.config.to_dict())
+    config.model.head_size, config.parallel.sequence = 8, False
+    config.parallel.mesh = mesh
+    return config
+
+
+@pytest.fixture(scope="module")
+def programs(language_builder):
+    """A program whose sequences are not split, and one whose sequences are."""
+    meshes = {"data": 8}, {"data": 4, "context": 2}
+    return [prepare(_with_mesh(language_builder, **mesh), devices=8).program for mesh in meshes]
+
+
 @pytest.mark.parametrize(("topology", "model", "parallel", "expected"), KERNELS)
 def test_the_chips_say_whether_attention_is_a_kernel(
-    language_builder, topology, model, parallel, expected
+    language_builder, programs, topology, model, parallel, expected
 ):
-    config = ml_collections.ConfigDict(language_builder.config.to_dict())
-    config.model.update({"head_size": 8} | model)
+    program = programs[bool(parallel)]
+    config = _with_mesh(language_builder, **program.mesh.shape)
+    config.model.update(model)
     config.parallel.update(parallel)
-    config.parallel.mesh = {"data": 4, "context": 2} if parallel else {"data": 8}
-    config.parallel.sequence = False
-    program = prepare(config, devices=8).program
     chip = parse_topology(topology).chip
     assert has_kernel(make_task(config).model, program, chip) == expected
 
 
 def test_documents_of_long_sequences_are_a_kernel_while_their_mask_fits(language_builder):
-    config = ml_collections.ConfigDict(language_builder.config.to_dict())
-    config.model.dtype, config.model.head_size = "bfloat16", 8
-    config.parallel.mesh, config.parallel.sequence = {"data": 8}, False
-    config.data.sequence_length = 16_384
-    task = make_task(config)
-    assert task.model.bos_token >= 0
-    program = prepare(config, devices=8).program
+    config = _with_mesh(language_builder, data=8)
+    config.model.dtype, config.data.sequence_length = "bfloat16", 16_384
+    model, program = make_task(config).model, prepare(config, devices=8).program
     h100 = parse_topology("h100:8").chip
-    assert has_kernel(task.model, program, h100)  # Two arrays of 512 MiB.
     small = dataclasses.replace(h100, hbm_bytes=2**33 - 1)
-    assert not has_kernel(task.model, program, small)
-    alone = task.model.clone(bos_token=-1)  # Each sequence is one document, so there is no mask.
-    assert has_kernel(alone, program, small)
+    assert has_kernel(model, program, h100)  # A mask and its gradient of 512 MiB each.
+    assert not has_kernel(model, program, small)
+    whole = model.clone(bos_token=-1)  # Each sequence is one document, so there is no mask.
+    assert has_kernel(whole, program, small)
 
 
 @pytest.mark.parametrize(("attention", "is_fused"), [("", True), ("blockwise", False)])

@@ -19,11 +19,11 @@ from manualpar.planner.hardware import chip_named
 GIB = 2**30
 OLD = {
     "cpu": Device("cpu"),
-    "v100": Device("gpu", "7.0", 30 * GIB),
+    "t4": Device("gpu", "7.5", 14 * GIB),
     "a10": Device("gpu", "8.6", 22 * GIB),
     "mi300": Device("gpu", "gfx942", 190 * GIB),
 }
-CHIPS = ("cpu", "v5e", "v100", "mi300", "a10", "a100", "h100", "h200", "b200")
+CHIPS = ("cpu", "v5e", "t4", "mi300", "a10", "a100", "h100", "h200", "b200")
 # Name -> B, S, N, K, H of the whole arrays on a device, before layers or sequences are split.
 SHAPES = {
     "512": (8, 512, 16, 8, 64),
@@ -132,7 +132,7 @@ def run(shape, mask, mesh, context, spec):
     )
 
 
-@pytest.mark.parametrize("chip", ["cpu", "v5e", "v100", "a100", "h100", "b200"])
+@pytest.mark.parametrize("chip", ["cpu", "v5e", "t4", "a100", "h100", "b200"])
 @pytest.mark.parametrize("mask", EXPECTED["8k"])
 def test_the_splits_of_a_model_do_not_change_the_choice(chosen, mask, chip):
     """Neither tensor parallelism nor Ulysses changes the mask, although a device has less heads."""
