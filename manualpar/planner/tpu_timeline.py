@@ -258,19 +258,29 @@ class _Block(Reading):
             is_hidden = exposed <= timed.seconds * (1 - 1e-9)  # Rounding hides nothing.
             timed.hidden_seconds = timed.seconds - exposed if is_hidden else 0.0
 
-    def compute(self, instruction: Instruction) -> None:
-        """Advances the clock by an instruction; notes an instruction whose time is unknown."""
+    def compute(self, instruction: Instruction, *, sends: bool = False) -> None:
+        """Advances the clock by an instruction, or by the kernels that it is fused with.
+
+        Notes an instruction whose time is unknown. `sends` says that it is fused with a collective.
+        """
         if instruction.cycles is not None:
             self.pass_cycles(instruction.cycles)
-        elif (seconds := self.module.kernel_seconds(instruction, self.computation)) is not None:
-            self.kernels.append(
-                KernelRuns(kernel_name(instruction), self.times, self.times * seconds)
-            )
-            self.pass_cycles(round(seconds * self.module.clock))
-        elif instruction.opcode not in FREE_OPCODES:
+        elif not self._run_kernels(instruction, self.computation) and not sends:
             size = sum(array_bytes(*array) for array in arrays(instruction.shape))
-            if size >= MIN_NOTED_BYTES:
+            if size >= MIN_NOTED_BYTES and instruction.opcode not in FREE_OPCODES:
                 self.unestimated[f"{instruction.opcode} {instruction.target}".strip()] += self.times
+
+    def _run_kernels(self, instruction: Instruction, computation: Instructions) -> bool:
+        """Runs an instruction's kernel, and those in a fusion; returns whether there is one."""
+        seconds = self.module.kernel_seconds(instruction, computation)
+        if seconds is not None:
+            kernel = KernelRuns(kernel_name(instruction), self.times, self.times * seconds)
+            self.kernels.append(kernel)
+            self.pass_cycles(round(seconds * self.module.clock))
+            return True
+        called = instruction.called if instruction.opcode == "fusion" else ()
+        fused = [self.module.computations[name] for name in called]
+        return True in [self._run_kernels(x, inner) for inner in fused for x in inner.values()]
 
     def pass_cycles(self, cycles: int) -> None:
         """Advances the clock by some cycles of compute."""
