@@ -37,7 +37,7 @@ from manualpar.core.parameters.sharded_parameter import (
 )
 from manualpar.core.parameters.trainable import combine
 from manualpar.core.state.metrics import Metrics, StepSums
-from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE
+from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 from manualpar.core.trees import Batch, Collections, Grads, Params
 
 Sums = TypeVar("Sums")
