@@ -290,8 +290,8 @@ class Reading:
         """Notes that a collective ends; the previous iteration of a loop may have started it."""
         self.begun.pop(key, None)
 
-    def compute(self, instruction: Instruction) -> None:
-        """Does nothing; a subclass adds the time of an instruction that sends nothing."""
+    def compute(self, instruction: Instruction, *, sends: bool = False) -> None:
+        """Does nothing; a subclass adds the time of what an instruction computes."""
 
     def refuse_loop(self, loop: Instruction) -> None:
         """Refuses a loop of unknown length if it sends something."""
@@ -365,8 +365,7 @@ class Reading:
         if FUSED_START in targets:
             for channel, found in zip(channels, inside, strict=True):
                 self._begin(channel, fusion, *found)
-        if fusion.cycles is not None:
-            self.compute(fusion)
+        self.compute(fusion, sends=True)
         if FUSED_DONE in targets:
             for channel in channels:
                 self.wait(channel)

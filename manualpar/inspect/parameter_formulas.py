@@ -9,6 +9,7 @@ In a pipeline whose stages run several chunks of layers, one use of a stacked pa
 one chunk: `1 / parts` of the layers.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -161,10 +162,17 @@ class ParameterForm:
     def _reduced_over(self) -> list[tuple[tuple[str, ...], int]]:
         """The axes of each reduction of the gradient once a step, and their number of devices."""
         program = self.program
-        sharded = {axis for name in self.place.sharded_names for axis in axis_tuple(name)}
-        others = tuple(axis for axis in program.data_axes if axis not in sharded)
+        done = {axis for name in self.place.sharded_names for axis in axis_tuple(name)}
+        done |= {*self._averaged_axes}
+        others = tuple(axis for axis in program.data_axes if axis not in done)
         reductions = self.comm.reductions(others) if others else ()
         return [(axes, axes_size(program.mesh, axes)) for axes in reductions]
+
+    @functools.cached_property
+    def _averaged_axes(self) -> tuple[str, ...]:
+        """The axes over which the backward pass of the gather averages the gradient."""
+        is_gathered = not self.once_a_step and any(gather.is_data for gather in self._used)
+        return self.comm.averaged_axes if is_gathered else ()
 
     def shared_sums(
         self, times: int, scope: str = CAST_SCOPE, parts: int = 1
@@ -218,6 +226,15 @@ class ParameterForm:
             for gather in self._of_state:
                 if gather.is_data and gather.sends:
                     yield gather.scatter(times, scope, self.comm, self.reduced)
+
+    def means(self, times: int, scope: str = REDUCE_SCOPE) -> Iterator[Collective]:
+        """Yields the means of the gradient in the backward pass, after the reduce-scatters."""
+        if self._averaged_axes:
+            n = next(gather.elements for gather in self._used if gather.is_data) // self._calls
+            for axes in self.comm.reductions(self._averaged_axes):
+                size = axes_size(self.program.mesh, axes)
+                for mean in mean_collectives(self.comm, n, self.reduced, axes, size, scope):
+                    yield dataclasses.replace(mean, times=times * self._calls)
 
     def new_gathers(self, times: int, scope: str = NEW_PARAMS_SCOPE) -> Iterator[Collective]:
         """Yields the gathers of the new parameter, if only the optimizer's state is sharded."""
@@ -278,6 +295,7 @@ class ParameterForm:
         yield from self.shared_sums(uses.backward)
         yield from self.gathers(sends)
         yield from self.scatters(sends.scatters)
+        yield from self.means(sends.scatters)
         yield from self.new_gathers(sends.new_gathers)
         yield from self.reductions()
 

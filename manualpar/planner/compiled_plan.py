@@ -19,8 +19,9 @@ from manualpar.planner.link_timeline import wire_by_links
 from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.timed_collectives import TimedCollective, planned_collectives
-from manualpar.planner.topology import Topology, ring_over
+from manualpar.planner.topology import Ring, Topology, ring_over
 from manualpar.planner.tpu_timeline import (
+    SLICES,
     Timeline,
     on_all_links,
     read_timeline,
@@ -82,9 +83,7 @@ def plan_of(step: CompiledStep) -> StepEstimate:
         memory=_memory(facts["memory"], facts["state"]),
         peak_bytes=facts["memory"]["peak"],
         fits=True,
-        collectives=planned_collectives(
-            dataclasses.replace(x, network=chip.network.names[0]) for x in timeline.collectives
-        ),
+        collectives=planned_collectives(_on_network(x, chip) for x in timeline.collectives),
         compute_seconds=timeline.compute_seconds,
         exposed_seconds=timeline.exposed_seconds,
         overlapped_seconds=timeline.hidden_seconds,
@@ -122,6 +121,11 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
         sent = float(collective.bytes_sent) / collective.times
         return ring_over(topology, ordered, axes).seconds(sent)
 
+    def between_slices(transfer: CompiledCollective) -> float:
+        network = topology.chip.network
+        ring = Ring(network, network.bandwidth, inside=1, outside=transfer.group_size, steps=0)
+        return ring.seconds(float(transfer.bytes_sent) / transfer.times)
+
     return read_timeline(
         step.text,
         mesh,
@@ -130,6 +134,7 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
         if by_links
         else on_all_links(wire_seconds),
         kernel_seconds=kernel_clock((Kernel(*x) for x in facts["kernels"]), topology.chip),
+        between_slices=between_slices,
     )
 
 
@@ -148,6 +153,14 @@ def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, in
     }
 
 
+def _on_network(timed: TimedCollective, chip: Chip) -> TimedCollective:
+    """Returns a collective with the name of its network, and the bytes that cross slices."""
+    fast, slow = chip.network.names
+    if timed.network != SLICES:
+        return dataclasses.replace(timed, network=fast)
+    return dataclasses.replace(timed, network=slow, slow_bytes=float(timed.collective.bytes_sent))
+
+
 def purpose_and_module(timed: TimedCollective) -> tuple[str, str]:
     """Returns the purpose and the module of a collective, as far as its scope names them."""
     return timed.collective.purpose, timed.collective.module.removeprefix(f"{MODEL}/")
@@ -157,6 +170,12 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
     chip, network = step.topology.chip, step.topology.chip.network
     options = ", ".join(f"{name}={value}" for name, value in step.options.items())
     why = step.facts["why_options"]
+    slices = (
+        f"Transfers between slices run over {network.names[1]}, also while collectives run within "
+        f"a slice, at {network.efficiency:.0%} of {network.slow_bandwidth / 1e9:,.4g} GB/s a chip "
+        f"and direction. A transfer takes {network.slow_latency * 1e6:.0f} µs more for each slice "
+        "that it crosses.",
+    )
     return (
         f"Compute takes the cycles that the compiler estimates, at {chip.clock / 1e9:g} GHz "
         f"({chip.source}). The compiler estimates no cycles for collectives, nor for copies "
@@ -171,6 +190,7 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
         "its devices span.",
         "An asynchronous collective runs at the same time as all compute between its start and the "
         "wait for its end, and neither slows the other down.",
+        *(slices if step.topology.num_slices > 1 else ()),
         f"Compiled with {options or 'no options but the defaults'}{why and f' ({why})'}; the links "
         f"of the mesh axes: {step.facts['links'] or 'one device'}.",
     )

@@ -26,10 +26,12 @@ from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.strategies import strategy_kinds
 
-# libtpu must not look for a TPU, and several of these processes may run at the same time.
+# libtpu must not look for a TPU, and several of these processes may run at the same time. A flag in
+# XLA_FLAGS that libtpu does not know, such as one for CPUs, would end the process.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",

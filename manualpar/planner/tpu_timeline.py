@@ -9,7 +9,8 @@ ended: this part of the collective's time is *exposed*, and the rest is hidden. 
 an *asynchronous* collective and the wait for its end, other instructions run, which can hide the
 collective. An iteration of a loop begins with free links, because the iteration before has waited
 for all of its collectives. So only one iteration is followed, and its times are multiplied by the
-number of iterations.
+number of iterations. A transfer between slices (`manualpar.planner.slice_transfers`) uses none of
+these links: transfers wait only for each other.
 
 The compiler estimates no cycles for a collective. If an instruction computes a product and also a
 part of a collective, the compiler estimates only the product (`tests/planner/tpu_timeline_test.py`
@@ -39,6 +40,12 @@ from manualpar.inspect.hlo import (
     scope_of,
 )
 from manualpar.planner.kernels import kernel_name
+from manualpar.planner.slice_transfers import (
+    is_between_slices,
+    kind_of_transfer,
+    rendezvous_of,
+    slice_groups,
+)
 from manualpar.planner.timed_collectives import TimedCollective
 
 # Opcodes that take no time, or copy ahead of use between HBM and the chip's own memory.
@@ -49,6 +56,7 @@ tuple copy-start copy-done slice-start slice-done
 FREE_OPCODES = frozenset(_FREE_WORDS.split())
 MIN_NOTED_BYTES = 2**20  # Smaller instructions without an estimate are not noted.
 ALL_LINKS = "all links"
+SLICES = "between slices"  # The links of a chip's host to other slices, and the network's name.
 
 
 class KernelRuns(NamedTuple):
@@ -115,6 +123,7 @@ def read_timeline(
     clock: float,
     wire: SendModel,
     kernel_seconds: KernelSeconds | None = None,
+    between_slices: WireSeconds | None = None,
 ) -> Timeline:
     """Computes the timeline of a program that was compiled for a TPU.
 
@@ -124,6 +133,7 @@ def read_timeline(
       clock: Cycles per second.
       wire: Returns the links that one run of a collective occupies, and the seconds.
       kernel_seconds: Returns the seconds of a kernel, because the compiler estimates none.
+      between_slices: Returns the seconds of a transfer between slices; `None` refuses transfers.
 
     Returns:
       The program's timeline. A conditional takes the branch that computes most (if equal, the
@@ -145,6 +155,7 @@ def read_timeline(
         "clock": clock,
         "wire": wire,
         "kernel_seconds": kernel_seconds or (lambda _, __: None),
+        "between_slices": between_slices,
     }
     module = _TimedModule(**vars(parse_module(text)), **timed)
     block = _Block(module, module.entry, 1)
@@ -172,6 +183,7 @@ class _TimedModule(HloModule):
     clock: float
     wire: SendModel
     kernel_seconds: KernelSeconds
+    between_slices: WireSeconds | None
 
 
 class _Begun(NamedTuple):
@@ -238,15 +250,38 @@ class _Block(Reading):
         self, key: str, by: Instruction, inner: Instruction, found: CompiledCollective
     ) -> None:
         scope = inner.op_name or scope_of(self.module, self.computation, by)
-        groups = device_groups(self.module, inner)
-        axes = axes_of(groups, self.module.mesh)
-        collective = dataclasses.replace(found, scope=scope, axes=axes)
-        links, seconds = self.module.wire(collective, inner, groups)
+        links: Collection[Hashable]
+        if inner.opcode == "send":
+            assert self.module.between_slices is not None  # `_follow` has asked.
+            groups, network = slice_groups(inner, self.module.num_devices), SLICES
+            collective = dataclasses.replace(found, scope=scope, axes=self._axes(groups))
+            links, seconds = (SLICES,), self.module.between_slices(collective)
+        else:
+            groups, network = device_groups(self.module, inner), ""
+            collective = dataclasses.replace(found, scope=scope, axes=self._axes(groups))
+            links, seconds = self.module.wire(collective, inner, groups)
         starts = max([self.now, *(self.links_free.get(link, 0.0) for link in links)])
         self.links_free |= dict.fromkeys(links, starts + seconds)
-        timed = TimedCollective(collective, seconds * self.times, cycles_between=0)
+        timed = TimedCollective(collective, seconds * self.times, network, cycles_between=0)
         self.begun[key] = _Begun(timed, starts + seconds, self.cycles)
         self.collectives.append(timed)
+
+    def _axes(self, groups: Groups) -> tuple[str, ...]:
+        return axes_of(groups, self.module.mesh)
+
+    def _follow(self, instruction: Instruction) -> None:
+        if self.module.between_slices is None or not is_between_slices(instruction):
+            super()._follow(instruction)
+        elif instruction.opcode == "send":
+            groups = slice_groups(instruction, self.module.num_devices)
+            dtype, shape = arrays(instruction.shape)[0]
+            kind, size = kind_of_transfer(instruction), max(map(len, groups))
+            of_step: Any = {"times": self.times, "scope": "", "name": instruction.name}
+            found = CompiledCollective(kind, size, (shape,), (dtype,), **of_step)
+            self.begin(rendezvous_of(instruction), instruction, instruction, found)
+        elif instruction.opcode == "recv-done":
+            begun = self.computation[instruction.operands[0]]
+            self.wait(rendezvous_of(begun))
 
     def wait(self, key: str) -> None:
         if begun := self.begun.pop(key, None):
@@ -258,19 +293,29 @@ class _Block(Reading):
             is_hidden = exposed <= timed.seconds * (1 - 1e-9)  # Rounding hides nothing.
             timed.hidden_seconds = timed.seconds - exposed if is_hidden else 0.0
 
-    def compute(self, instruction: Instruction) -> None:
-        """Advances the clock by an instruction; notes an instruction whose time is unknown."""
+    def compute(self, instruction: Instruction, *, sends: bool = False) -> None:
+        """Advances the clock by an instruction, or by the kernels that it is fused with.
+
+        Notes an instruction whose time is unknown. `sends` says that it is fused with a collective.
+        """
         if instruction.cycles is not None:
             self.pass_cycles(instruction.cycles)
-        elif (seconds := self.module.kernel_seconds(instruction, self.computation)) is not None:
-            self.kernels.append(
-                KernelRuns(kernel_name(instruction), self.times, self.times * seconds)
-            )
-            self.pass_cycles(round(seconds * self.module.clock))
-        elif instruction.opcode not in FREE_OPCODES:
+        elif not self._run_kernels(instruction, self.computation) and not sends:
             size = sum(array_bytes(*array) for array in arrays(instruction.shape))
-            if size >= MIN_NOTED_BYTES:
+            if size >= MIN_NOTED_BYTES and instruction.opcode not in FREE_OPCODES:
                 self.unestimated[f"{instruction.opcode} {instruction.target}".strip()] += self.times
+
+    def _run_kernels(self, instruction: Instruction, computation: Instructions) -> bool:
+        """Runs an instruction's kernel, and those in a fusion; returns whether there is one."""
+        seconds = self.module.kernel_seconds(instruction, computation)
+        if seconds is not None:
+            kernel = KernelRuns(kernel_name(instruction), self.times, self.times * seconds)
+            self.kernels.append(kernel)
+            self.pass_cycles(round(seconds * self.module.clock))
+            return True
+        called = instruction.called if instruction.opcode == "fusion" else ()
+        fused = [self.module.computations[name] for name in called]
+        return True in [self._run_kernels(x, inner) for inner in fused for x in inner.values()]
 
     def pass_cycles(self, cycles: int) -> None:
         """Advances the clock by some cycles of compute."""

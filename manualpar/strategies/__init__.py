@@ -8,6 +8,7 @@ from manualpar.strategies import data_parallel, fsdp, hsdp, zero
 from manualpar.strategies.diloco import config as diloco_config
 from manualpar.strategies.fields import (
     PARAMETER_SHARDING_FIELDS,
+    REPLICATED_SHARDING_FIELDS,
     STATE_SHARDING_FIELDS,
     Field,
 )
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 _STATE, _PARAMETERS = STATE_SHARDING_FIELDS, PARAMETER_SHARDING_FIELDS
+_REPLICATED = REPLICATED_SHARDING_FIELDS
 # The colours are Paul Tol's muted ones. In pictures they stand for strategies only.
 FSDP = StrategyKind("fsdp", fsdp.fsdp, "#332288", _PARAMETERS, on_torus=True, has_curve=True)
 BUILT_IN = (
@@ -30,7 +32,7 @@ BUILT_IN = (
     StrategyKind("zero1", zero.zero, "#117733", _STATE, {"stage": 1}),
     StrategyKind("zero2", zero.zero, "#DDCC77", _STATE, {"stage": 2}, fewest_minibatches=2),
     FSDP,
-    StrategyKind("hsdp", hsdp.hsdp, "#CC6677", _PARAMETERS, replicates=True, has_curve=True),
+    StrategyKind("hsdp", hsdp.hsdp, "#CC6677", _REPLICATED, replicates=True, has_curve=True),
     StrategyKind(
         "diloco",
         diloco_config.diloco_of_config,

@@ -7,7 +7,11 @@ from typing import Any
 
 from manualpar.core.model.option_table import Option, OptionTable
 from manualpar.core.model.options import PROGRAM_OPTIONS
-from manualpar.strategies.shared_options import PARAMETER_SHARDING, STATE_SHARDING
+from manualpar.strategies.shared_options import (
+    PARAMETER_SHARDING,
+    REPLICATED_SHARDING,
+    STATE_SHARDING,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,3 +147,4 @@ def _field_of(option: Option) -> Field:
 
 STATE_SHARDING_FIELDS: Mapping[str, Field] = fields_of_options(STATE_SHARDING)
 PARAMETER_SHARDING_FIELDS: Mapping[str, Field] = fields_of_options(PARAMETER_SHARDING)
+REPLICATED_SHARDING_FIELDS: Mapping[str, Field] = fields_of_options(REPLICATED_SHARDING)

@@ -47,7 +47,7 @@ def fully_sharded(
     gather_every: Every = "minibatch" if communicate_every == "minibatch" else "step"
     reduce_every: Every = "step" if communicate_every == "step" else "minibatch"
     reshard = placing.pop("reshard_after_forward") and gather_every == "minibatch"
-    regather_axes = placing.pop("regather_axes") or None
+    rest = placing.pop("regather_axes") or None, placing.pop("replica_mean", "") == "backward"
 
     def sends(m: int, keep: bool) -> CommCounts:
         uses = 2 * m if reshard and not keep else m
@@ -56,4 +56,4 @@ def fully_sharded(
 
     place = functools.partial(shard_one_dim, **placing)
     every = gather_every, reduce_every
-    return Strategy(name, place, sends, replicas, *every, reshard, regather_axes)
+    return Strategy(name, place, sends, replicas, *every, reshard, *rest)

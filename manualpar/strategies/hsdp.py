@@ -1,7 +1,8 @@
 """Hybrid sharded data parallelism: sharded within a group of devices, replicated across groups.
 
 Gathers use only the fast links within a group. The slow links between groups carry only a shard of
-each gradient, once a step (Zhao et al., https://arxiv.org/abs/2304.11277, section 3.2.2).
+each gradient, once a step (Zhao et al., https://arxiv.org/abs/2304.11277, section 3.2.2), or once a
+minibatch, behind the backward pass of the layers that follow.
 """
 
 import functools
@@ -16,20 +17,20 @@ from manualpar.core.model.options import lists_options
 from manualpar.core.program.program import Program
 from manualpar.strategies.fsdp import fully_sharded
 from manualpar.strategies.shared_options import (
-    PARAMETER_SHARDING,
-    ParameterShardingOptions,
+    REPLICATED_SHARDING,
+    ReplicatedShardingOptions,
     build_sharded,
 )
 
 
-@lists_options(PARAMETER_SHARDING)
+@lists_options(REPLICATED_SHARDING)
 def hsdp(
     model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     *,
     replica_axis: AxisName = "replica",
-    **options: Unpack[ParameterShardingOptions],
+    **options: Unpack[ReplicatedShardingOptions],
 ) -> Program:
     """Builds training that is fully sharded over `axis_name` and replicated over `replica_axis`.
 
@@ -40,7 +41,7 @@ def hsdp(
     Communication:
       Within a group of `S` devices, the communication of `fsdp`: `3 m b P (S - 1) / S` bytes a
       step. Across `R` groups, one all-reduce of each gradient's shard: `2 b (P / S) (R - 1) / R`
-      bytes per device.
+      bytes per device; with `replica_mean="backward"` as many in each minibatch.
     """
     strategy = functools.partial(fully_sharded, "hsdp", axis_tuple(replica_axis))
-    return build_sharded("hsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)
+    return build_sharded("hsdp", strategy, model, tx, loss_fn, options, REPLICATED_SHARDING)

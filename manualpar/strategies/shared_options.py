@@ -20,6 +20,7 @@ from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.shard_rules import check_named
 from manualpar.core.program.program import Program, build_checked
 
+ReplicaMean = Literal["step", "backward"]
 CommunicateEvery = Literal["minibatch", "step", "gather-step"]
 Names = tuple[str, ...]
 _NAMES = "a tuple of names of parameters or modules, such as ('head',)"
@@ -89,10 +90,30 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
     regather_axes: Annotated[Names, Option((), "parallel.regather_axes", expected=_NAMES)]
 
 
+class ReplicatedShardingOptions(ParameterShardingOptions, total=False):
+    """The keyword arguments of builders that shard parameters within groups of devices.
+
+    Attributes:
+      replica_mean: When gradients are averaged over `replica_axis`. `"step"`: all gradients after
+        the last backward pass, once a step. `"backward"`: the gradient of a gathered parameter as
+        soon as the backward pass has scattered it, once for each minibatch. The slow links then
+        work while the backward pass computes the layers before, and no gradient waits for them.
+        Parameters that are too small to shard are averaged once a step in either case. Use
+        `"backward"` with one minibatch, or few. It needs mode `"manual"`, no pipeline,
+        `communicate_every="minibatch"` and no `error_feedback`.
+    """
+
+    replica_mean: Annotated[ReplicaMean, Option("step", "parallel.replica_mean")]
+
+
 STATE_SHARDING = option_table(StateShardingOptions, beyond=PROGRAM_OPTIONS)
 PARAMETER_SHARDING = {
     **STATE_SHARDING,
     **option_table(ParameterShardingOptions, beyond={**PROGRAM_OPTIONS, **STATE_SHARDING}),
+}
+REPLICATED_SHARDING = {
+    **PARAMETER_SHARDING,
+    **option_table(ReplicatedShardingOptions, beyond={**PROGRAM_OPTIONS, **PARAMETER_SHARDING}),
 }
 
 
@@ -114,7 +135,7 @@ def build_sharded(
       tx: The optimizer.
       loss_fn: The loss.
       options: The keyword arguments of the builder.
-      own: The options that `strategy` takes, `STATE_SHARDING` or `PARAMETER_SHARDING`.
+      own: The options that `strategy` takes, such as `STATE_SHARDING`.
 
     Raises:
       TypeError: An option is unknown, missing or of the wrong type.
@@ -126,6 +147,8 @@ def build_sharded(
     if values.get("regather_axes"):
         _check_regather(builder, values, program_options)
         program_options["axis_by_axis"] = True
+    if values.get("replica_mean") == "backward":
+        _check_backward_mean(builder, {**program_options, **values})
     program = build_checked(strategy(**values), model, tx, loss_fn, program_options)
     names = {name: values[name] for name in ("keep_gathered", "replicate") if name in values}
     check_named(builder, program.parameters, **names)
@@ -156,3 +179,20 @@ def _check_regather(
             "of axis_name, but not all of them: gathers begin with the last axis, over slow links, "
             "and the part gathered there is kept. Reorder axis_name and the mesh."
         )
+
+
+def _check_backward_mean(builder: str, options: Mapping[str, Any]) -> None:
+    """Refuses `replica_mean="backward"` unless a backward pass scatters complete gradients."""
+    needed = {
+        "mode": "manual",
+        "pipeline": None,
+        "communicate_every": "minibatch",
+        "error_feedback": False,
+    }
+    for field, expected in needed.items():
+        if (got := options.get(field, expected)) != expected:
+            raise ValueError(
+                f"{builder}: replica_mean='backward' with {field}={got!r}, expected {expected!r}, "
+                "because the backward pass averages only gradients that it scatters, and cannot "
+                "keep what rounding loses. Leave replica_mean='step'."
+            )

@@ -84,6 +84,7 @@ MANUAL_ONLY = frozenset(
         "reduce_code",
         "reduce_dtype",
         "regather_axes",
+        "replica_mean",
         "stochastic_rounding",
     }
 )
@@ -148,6 +149,7 @@ def init_args(batch: Batch) -> tuple[tuple[Any], dict[str, Any]]:
 
 DATA, TWO, GROUPS = {"data": 8}, {"a": 4, "b": 2}, {"replica": 2, "data": 4}
 BOTH = {"axis_name": ("a", "b")}
+INSIDE = {"replica_mean": "backward"}
 HEAD = {"trainable": ("output_dense/*",)}
 CASES = (
     Case("dp", DATA, {}),
@@ -221,6 +223,45 @@ CASES = (
     Case("hsdp", {"replica": 1, "data": 8}, {"num_minibatches": 4, "use_scan": True}),
     Case("hsdp", {"node": 8, "data": 1}, {"replica_axis": "node"}),
     Case("hsdp", {"replica": 2, "a": 2, "b": 2}, {**BOTH, "axis_by_axis": True}),
+    Case("hsdp", GROUPS, INSIDE),
+    Case("hsdp", {"replica": 4, "data": 2}, {**INSIDE, "num_minibatches": 2, "pad": True}),
+    Case("hsdp", {"replica": 1, "data": 8}, {**INSIDE, "num_minibatches": 4, "use_scan": True}),
+    Case("hsdp", {"node": 8, "data": 1}, {**INSIDE, "replica_axis": "node", **HEAD}),
+    Case(
+        "hsdp",
+        {"pod": 2, "replica": 2, "a": 2, "b": 1},
+        {**INSIDE, **BOTH, "replica_axis": ("pod", "replica"), "reshard_after_forward": False},
+    ),
+    Case(
+        "hsdp",
+        {"replica": 2, "a": 2, "b": 2},
+        {**INSIDE, **BOTH, "axis_by_axis": True, "regather_axes": ("a",), "nonfinite": "skip"},
+    ),
+    Case("hsdp", GROUPS, {**INSIDE, "keep_gathered": ("output_dense",), "use_scan": True}),
+    Case(
+        "hsdp",
+        {"replica": 2, "data": 2, "model": 2},
+        {**INSIDE, "rules": (("in", None), ("out", "model"))},
+        "named",
+    ),
+    Case(
+        "hsdp",
+        {"replica": 2, "data": 2, "context": 2},
+        {**INSIDE, "context_axis": "context"},
+        "split sequences",
+    ),
+    Case(
+        "hsdp",
+        GROUPS,
+        {**INSIDE, "reduce_code": "int8", "stochastic_rounding": True},
+        tolerance=2 * INT8,
+    ),
+    Case(
+        "hsdp",
+        GROUPS,
+        {**INSIDE, "gather_dtype": "bfloat16", "gather_code": "int8"},
+        tolerance=INT8,
+    ),
     Case("hsdp", GROUPS, {"reduce_code": "int8", "error_feedback": True}, tolerance=INT8),
     Case(
         "hsdp",

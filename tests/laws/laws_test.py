@@ -12,7 +12,7 @@ from manualpar.core.model.options import ProgramOptions
 from manualpar.core.modes.strategy import MODES
 from manualpar.core.trees import path_name
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
-from manualpar.strategies.shared_options import PARAMETER_SHARDING
+from manualpar.strategies.shared_options import REPLICATED_SHARDING
 from manualpar.training.replicas import ReplicaSentinel
 from tests.laws.cases import CASES, MANUAL_ONLY, Case, one_device
 from tests.one_device import slow_unless
@@ -148,5 +148,5 @@ def test_another_mode_is_the_same_step_or_is_refused(devices8, case, mode):
 def test_every_option_has_a_row():
     rows = {name for case in CASES for name in case.options}
     given = {"mesh", "batch", "mode", "min_weight_size"}  # Every row sets these.
-    options = {*ProgramOptions.__annotations__, *PARAMETER_SHARDING}
+    options = {*ProgramOptions.__annotations__, *REPLICATED_SHARDING}
     assert options - given == rows - {"stage", "replica_axis"}

@@ -6,6 +6,7 @@ keys and values; 4 heads of 128, 2,048 positions, blocks of 512, of which a caus
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import Kernel, kernel_clock, kernels_in
 from manualpar.planner.tpu_timeline import KernelRuns, Timeline, on_all_links, read_timeline
 
-TEXT = (Path(__file__).parent / "tpu" / "splash_v5e_2x2.txt").read_text(encoding="utf-8")
+DATA = Path(__file__).parent / "tpu"
+TEXT = (DATA / "splash_v5e_2x2.txt").read_text(encoding="utf-8")
 # A product of scores with 10 of 16 blocks.
 PRODUCT = 2 * 4 * 10 * 512 * 512 * 128
 MASK, ARRAY = (1, 4, 4), (4, 2048, 128)
@@ -92,3 +94,23 @@ def test_kernels_are_found_in_a_traced_program_with_what_they_compute() -> None:
     x, y = jax.ShapeDtypeStruct((16, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
     (found,) = kernels_in(jax.make_jaxpr(step)(x, y).jaxpr)
     assert found == Kernel("many", [(16, 8), (8, 8)], 6, 6 * 2 * 4 * 8 * 8, "bfloat16")
+
+
+def test_a_kernel_that_is_fused_with_a_collective_computes_too() -> None:
+    """A scan of 3 layers, whose kernel libtpu 0.0.52 has fused with the gather of a weight."""
+    text = (DATA / "kernel_in_gather_v5e_2x2.txt").read_text(encoding="utf-8")
+    product = Kernel("product", [(2048, 1024), (1024, 1024)], None, 100, "bfloat16")
+    clock = kernel_clock([product], dataclasses.replace(CHIP, flops={"bfloat16": 200.0}))
+
+    def timeline(kernel_seconds: Any = None) -> Timeline:
+        wire = on_all_links(lambda collective: 0.75)
+        return read_timeline(text, {"data": 4}, clock=1e6, wire=wire, kernel_seconds=kernel_seconds)
+
+    silent, known = timeline(), timeline(clock)
+    assert known.kernels == (KernelRuns("product", 3, 3.0),)
+    assert known.compute_cycles == silent.compute_cycles + 3 * 1e6
+    (gather,) = known.collectives
+    assert gather.is_async
+    assert gather.cycles_between > 1e6
+    assert (silent.exposed_seconds > 2, known.exposed_seconds) == (True, 0)
+    assert silent.unestimated == known.unestimated == {}

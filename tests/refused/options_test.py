@@ -8,6 +8,7 @@ from tests.refused.table import build, check_refused, rows
 from tests.tiny import Classifier, loss_fn
 
 TWO = ("data", "node")
+INSIDE = {"replica_mean": "backward"}
 GROUPS = {"replica": 2, "data": 4}
 
 
@@ -81,6 +82,14 @@ REFUSED = [
         build_hsdp,
         ({"min_weight_size": -1}, r"hsdp: min_weight_size=-1, expected a number of"),
         ({"replica_axis": "pod"}, r"hsdp: axis_name names \['pod'\], but the mesh has"),
+        ({"replica_mean": "layer"}, "replica_mean='layer', expected one of 'step', 'backward'"),
+        ({**INSIDE, "mode": "auto"}, "replica_mean='backward' with mode='auto', expected 'manual'"),
+        ({**INSIDE, "communicate_every": "step"}, "communicate_every='step', expected 'minibatch'"),
+        (
+            {**INSIDE, "reduce_code": "int8", "error_feedback": True},
+            "error_feedback=True, expected",
+        ),
+        ({**INSIDE, "pipeline": Pipeline("node")}, "with pipeline="),
     ),
     *rows(
         "regather_axes",

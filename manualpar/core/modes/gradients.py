@@ -10,9 +10,11 @@ Types decide whether autodiff sums gradients over devices. If a parameter is *in
 axis, autodiff inserts a `psum` over that axis, once for every use and minibatch. Therefore
 parameters are cast to *varying* first. Then gradients differ between devices while they are
 accumulated, and `sync_gradients` reduces them once. A gradient that is not reduced still varies,
-and `shard_map` refuses to return it as replicated.
+and `shard_map` refuses to return it as replicated. A parameter stays invariant only over the axes
+over which the backward pass of its gather takes the mean (`CommPolicy.averaged_axes`).
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,8 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
-from manualpar.core.parameters.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.core.parameters.collectives import (
+    cast_to_varying,
+    is_vma_checked,
+    reduce_mean,
+    varying_axes,
+)
 from manualpar.core.parameters.sharded_parameter import (
+    averaged_axes,
     boxed_axes,
     comm_policy,
     is_box,
@@ -86,7 +94,9 @@ def accumulate(
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
     axes = varying_axes(minibatches)
-    params = cast_to_varying(params, axes)
+    params = jax.tree.map(
+        lambda x: cast_to_varying(x, axes.difference(averaged_axes(x))), params, is_leaf=is_box
+    )
 
     def weighted_loss(
         trained: Params, frozen: Params, collections: Collections, minibatch: Batch, key: jax.Array
@@ -178,8 +188,8 @@ def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
 
     Args:
       grads: A tree of each device's gradients. A boxed gradient has already been reduced over the
-        axes of its shards, by the backward pass of the gather. So it is reduced only over the other
-        axes.
+        axes of its shards, and over its `averaged_axes`, by the backward pass of the gather. So it
+        is reduced only over the other axes.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
 
     Returns:
@@ -200,7 +210,8 @@ def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
     check_axes_bound("sync_gradients", axes)
 
     def sync(path: Any, g: Any) -> Any:
-        reduce_axes = tuple(axis for axis in axes if axis not in boxed_axes(g))
+        reduced = {*boxed_axes(g), *averaged_axes(g)}
+        reduce_axes = tuple(axis for axis in axes if axis not in reduced)
         if not reduce_axes:
             return g
         value = g.value if is_box(g) else g
@@ -214,16 +225,9 @@ def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
                     f"jax.lax.pcast(params, {tuple(summed)}, to='varying') before jax.grad, or use "
                     "accumulate_gradients."
                 )
-        scope = f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{REDUCE_SCOPE}"
-        with jax.named_scope(scope.lstrip("/")):
-            comm, dtype = comm_policy(g), reduction_dtype(g)
-            for group in comm.reductions(reduce_axes):
-                size = jax.lax.axis_size(group)
-                quantizer = comm.reduce_quantizer(value.size / size, dtype, group)
-                if quantizer and size > 1:
-                    value, _ = quantizer.mean(value, group)
-                else:
-                    value = jax.lax.pmean(value.astype(dtype), group)
+        scope = jax.tree_util.keystr(path, simple=True, separator="/")
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            value = reduce_mean(value, reduce_axes, comm=comm_policy(g), dtype=reduction_dtype(g))
         return g.replace(value=value) if is_box(g) else value
 
     return jax.tree_util.tree_map_with_path(sync, grads, is_leaf=is_box)
@@ -241,7 +245,8 @@ def reduce_gradient(
     is_exact = (
         comm_policy(g).reduce.quantizer is None
     )  # A quantizer must get the gradient before it is rounded to `dtype`.
-    if (set(mean_axes) - set(boxed_axes(g)) and is_exact) or sum_axes:
+    left = {*mean_axes}.difference(boxed_axes(g), averaged_axes(g))
+    if (left and is_exact) or sum_axes:
         g = jax.tree.map(lambda x: x.astype(dtype), g)
     if sum_axes:
         with jax.named_scope(REDUCE_SCOPE):

@@ -78,6 +78,8 @@ class Strategy(Summarized):
         gathered again for the backward pass.
       regather_axes: The mesh axes over which parameters are gathered again; `None` for all axes.
         The part that was gathered over the other axes is kept from the forward pass.
+      averages_in_backward: Whether the backward pass of a gather also averages the gradient over
+        `replica_axes`. Otherwise the step does so once, after the last backward pass.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Strategy(Summarized):
     reduce_every: Every = "step"
     reshard_after_forward: bool = False
     regather_axes: tuple[str, ...] | None = None
+    averages_in_backward: bool = False
 
     def _summary(self) -> tuple[str, dict[str, str]]:
         again = ""
@@ -99,6 +102,7 @@ class Strategy(Summarized):
             "replicated over": ", ".join(self.replica_axes) or "no axis",
             "sharded parameters are gathered": f"in every {self.gather_every}{again}",
             "gradients are scattered": f"in every {self.reduce_every}",
+            **({"replicas' mean": "in the backward pass"} if self.averages_in_backward else {}),
         }
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.core.parameters.comm_policy import EXACT, CommPolicy, Quantizer
-from manualpar.core.tracing.scopes import CAST_SCOPE, GATHER_SCOPE, SCATTER_SCOPE
+from manualpar.core.tracing.scopes import CAST_SCOPE, GATHER_SCOPE, REDUCE_SCOPE, SCATTER_SCOPE
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
@@ -57,7 +57,8 @@ def gather_array_with_mean_grads(
       x: The device's shard, `[..., D/axis_name, ...]`.
       axis: The dimension along which `x` is sharded.
       axis_name: The mesh axis, or tuple of axes, over which `x` is sharded.
-      comm: The formats in which values are sent, and whether to gather axis by axis.
+      comm: The formats in which values are sent, and whether to gather axis by axis. The type of
+        `x` must not vary over `comm.averaged_axes`; the type of the result does.
 
     Returns:
       The full array, `[..., D, ...]`, on every device, of dtype `comm.gather.dtype`.
@@ -68,13 +69,14 @@ def gather_array_with_mean_grads(
     Communication:
       Forward: an all-gather over `axis_name`; a device sends `(N - 1) / N` of the gathered bytes on
       a ring of `N` devices. Backward: a reduce-scatter of the same size. `comm.axis_by_axis` makes
-      one all-gather and one reduce-scatter for each axis, with the same bytes in total.
+      one all-gather and one reduce-scatter for each axis, with the same bytes in total. With
+      `comm.averaged_axes` an all-reduce of the device's shard of the gradient follows backward.
 
     Gradient:
       `psum_scatter(g) / N`, written by hand; the transpose of an all-gather is `psum_scatter(g)`.
       So the gradient of a sharded parameter is the mean of the devices' gradients, like `pmean` of
-      a replicated parameter's gradient. This gradient is summed in `comm.reduce.dtype` and returned
-      in the dtype of `x`.
+      a replicated parameter's gradient. The mean is also over `comm.averaged_axes`. The gradient is
+      summed in `comm.reduce.dtype` and returned in the dtype of `x`.
     """
     axes = axis_tuple(axis_name)
     check_axes_bound("gather_array_with_mean_grads", axes)
@@ -108,11 +110,14 @@ def _gather(x: jax.Array, _: Quantizer | None, args: _GatherArgs) -> jax.Array:
         # XLA may keep a collective over one device, which costs a copy.
         rounds = [a for a in reversed(args.comm.rounds(args.axes)) if jax.lax.axis_size(a) > 1]
         if rounds and (quantizer := args.comm.gather.quantizer_for(x.size, x.dtype)):
-            return quantizer.gather(x, args.dim, rounds).astype(dtype)
-        x = x.astype(dtype)
-        for axes in rounds:
-            x = jax.lax.all_gather(x, axes, axis=args.dim, tiled=True)
-        return x
+            x = quantizer.gather(x, args.dim, rounds).astype(dtype)
+        else:
+            x = x.astype(dtype)
+            for axes in rounds:
+                x = jax.lax.all_gather(x, axes, axis=args.dim, tiled=True)
+    # This function has no transpose, so the cast sends nothing. A cast of the shard would be kept
+    # for the backward pass.
+    return cast_to_varying(x, args.comm.averaged_axes)
 
 
 _gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(2,))
@@ -128,7 +133,9 @@ def _gather_backward(args: _GatherArgs, quantizer: Any, g: jax.Array) -> tuple[j
     # A quantizer may contain a random key that differs between steps. So it is a residual of the
     # forward pass, not a static argument.
     comm = args.comm.with_reduce_quantizer(quantizer)
-    g = scatter_mean(g, args.dim, args.axes, comm=comm, dtype=comm.reduce.dtype)
+    dtype = comm.reduce.dtype or g.dtype
+    g = scatter_mean(g, args.dim, args.axes, comm=comm, dtype=dtype)
+    g = reduce_mean(g, comm.averaged_axes, comm=comm, dtype=dtype)
     return g.astype(args.dtype), None
 
 
@@ -165,6 +172,30 @@ def scatter_mean(
                 x = x.astype(dtype)
                 x = jax.lax.psum_scatter(x, round_axes, scatter_dimension=dim, tiled=True)
         return x / jax.lax.axis_size(axes)
+
+
+def reduce_mean(x: jax.Array, axes: tuple[str, ...], *, comm: CommPolicy, dtype: Any) -> jax.Array:
+    """Returns the mean of the devices' arrays, whose type does not vary over `axes`.
+
+    Args:
+      x: Each device's array.
+      axes: The mesh axes; `()` returns `x`.
+      comm: The quantizer, which is used if it saves bytes, and the axes that it is used over.
+      dtype: The dtype in which an unquantized array is sent.
+
+    Communication:
+      One all-reduce in `dtype` for each group of `comm.reductions(axes)`: a device sends
+      `2 (N - 1) / N` of the bytes. A quantizer uses an all-to-all and an all-gather instead.
+    """
+    with jax.named_scope(REDUCE_SCOPE):
+        for group in comm.reductions(axes):
+            size = jax.lax.axis_size(group)
+            quantizer = comm.reduce_quantizer(x.size / size, dtype, group)
+            if quantizer and size > 1:
+                x, _ = quantizer.mean(x, group)
+            else:
+                x = jax.lax.pmean(x.astype(dtype), group)
+        return x
 
 
 def gather_invariant(

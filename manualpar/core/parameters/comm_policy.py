@@ -64,12 +64,15 @@ class CommPolicy:
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
         scattered over one axis after the other. Otherwise one collective runs over all its axes.
       quantized_axes: The mesh axes over which gradients are quantized; `None` for all.
+      averaged_axes: The mesh axes, in addition to those of a gather, over which the gather's
+        backward pass takes the mean of the gradient. The shards are the same along these axes.
     """
 
     gather: Format = Format()
     reduce: Format = Format()
     axis_by_axis: bool = False
     quantized_axes: tuple[str, ...] | None = None
+    averaged_axes: tuple[str, ...] = ()
 
     @property
     def changes_values(self) -> bool:

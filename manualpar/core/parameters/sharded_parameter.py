@@ -12,6 +12,7 @@ gradient of a boxed parameter is boxed too. A dimension whose size is not divisi
 devices may be padded with zeros. Then the padded array is sharded, and `unbox` removes the padding.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,15 @@ def is_box(x: Any) -> bool:
 def boxed_axes(x: Any) -> tuple[str, ...]:
     """Returns the mesh axes that a boxed parameter is sharded over; `()` for an array."""
     return tuple(axis for name in x.names for axis in axis_tuple(name)) if is_box(x) else ()
+
+
+def averaged_axes(x: Any) -> tuple[str, ...]:
+    """Returns the mesh axes over which the gather of `x` averages its gradient, beside its own.
+
+    `x` is a parameter or its gradient; `()` if it is not gathered where it is used.
+    """
+    is_gathered = isinstance(x, ShardedParameter) and bool(x.gather_dims())
+    return x.comm.averaged_axes if is_gathered else ()
 
 
 class ShardedParameter(ArrayBox, eq=False):
@@ -85,10 +95,12 @@ class ShardedParameter(ArrayBox, eq=False):
         value = self.value
         if shared_axes and not self.is_whole:  # Takes the slice first, to gather less data.
             value = take_shared(cast_to_varying(value, shared_axes), self.shared_names)
+        comm = self.comm
         for dim, name in enumerate(self.names):
             axes = axis_tuple(name)
             if set(axes) & set(self.gather_axes):
-                value = gather_array_with_mean_grads(value, dim, axes, comm=self.comm)
+                value = gather_array_with_mean_grads(value, dim, axes, comm=comm)
+                comm = dataclasses.replace(comm, averaged_axes=())  # One gather takes the mean.
             elif axes and (self.is_whole or set(axes) & set(self.shard_only_axes)):
                 value = gather_invariant(value, dim, axes, comm=self.comm)
         return self.finish(value)

@@ -299,6 +299,9 @@ def _design(
     # If there are replica axes, only reductions over them are quantized.
     if comm.reduce.quantizer and strategy.replica_axes:
         comm = dataclasses.replace(comm, quantized_axes=strategy.replica_axes)
+    if strategy.averages_in_backward:
+        several = tuple(axis for axis in strategy.replica_axes if mesh.shape[axis] > 1)
+        comm = dataclasses.replace(comm, averaged_axes=several)
     rules = check_rules(name, options["rules"], mesh)
     mode = _MODES[options["mode"]](mesh, roles.data_axes, comm, rules)
 

@@ -23,6 +23,7 @@ from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields
 from manualpar.models.transformer_collectives import slots_of_expert
 from manualpar.models.transformer_fields import layers_by_window, size_of_head, size_of_vocabulary
+from manualpar.strategies.shared_options import ReplicaMean
 
 Communicate = Literal["minibatch", "gather-step", "step"]
 PipelineSaves = Literal["residuals", "inputs"]
@@ -46,6 +47,8 @@ class Layout:
       keep: The values of a chunk that a stage keeps for the backward pass: the values that remat
         keeps of the layers (`"residuals"`), or the chunk's input, from which the chunk is computed
         again (`"inputs"`).
+      replica_mean: When gradients are averaged over replicas, see `hsdp`. `"backward"` needs
+        several replicas, `communicate="minibatch"` and no stages.
       gather_code: Quantization of gathered parameters; `""` for bfloat16.
       reduce_code: Quantization of reduced gradients; `""` for float32. If there are several
         replicas, only the reduction between them is quantized.
@@ -62,6 +65,7 @@ class Layout:
     remat: str = "full"
     communicate: Communicate = "minibatch"
     keep: PipelineSaves = "residuals"
+    replica_mean: ReplicaMean = "step"
     gather_code: AnyCode = ""
     reduce_code: AnyCode = ""
     # The output of attention is always kept, so no scores are computed again.
@@ -106,6 +110,7 @@ class Layout:
         parts += ["keep inputs"] if self.runs_chunks_again else []
         parts += [f"remat {self.remat}"]
         parts += [f"by {self.communicate}"] if self.communicate != "minibatch" else []
+        parts += ["mean in the backward pass"] if self.replica_mean == "backward" else []
         return ", ".join(parts)
 
 

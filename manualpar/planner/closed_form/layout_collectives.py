@@ -206,6 +206,7 @@ class LayoutCollectives:
             if self.layout.communicate == "minibatch":
                 name = _scope(scope + BACKWARD, form, SCATTER_SCOPE)
                 yield from form.scatters(times, name, parts)
+                yield from form.means(times, _scope(scope + BACKWARD, form, REDUCE_SCOPE))
             yield from form.shared_sums(times, _scope(scope + BACKWARD, form, CAST_SCOPE), parts)
 
     def _is_needed_backward(self, form: ParameterForm) -> bool:

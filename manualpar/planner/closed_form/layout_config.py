@@ -24,6 +24,7 @@ def layout_fields(layout: Layout) -> Mapping[str, Any]:
         "parallel.strategy": STRATEGIES[layout.replica > 1],
         "parallel.sequence": layout.model > 1,
         "parallel.communicate_every": layout.communicate,
+        "parallel.replica_mean": layout.replica_mean,
         "parallel.pipeline_chunks": layout.chunks,
         "parallel.pipeline_keep": layout.keep,
         "optimizer.num_minibatches": layout.num_minibatches,

@@ -29,7 +29,7 @@ from manualpar.models import Split, Transformer
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.strategies import BUILT_IN
 from manualpar.strategies.fsdp import fully_sharded
-from manualpar.strategies.shared_options import PARAMETER_SHARDING
+from manualpar.strategies.shared_options import REPLICATED_SHARDING
 from manualpar.training.experiment import DATA_AXES
 from manualpar.training.task import CONTEXT_AXIS, EXPERT_AXIS, SPLIT_AXIS, STAGE_AXIS
 
@@ -101,8 +101,12 @@ def parameter_forms(
         STRATEGIES[bool(replicas)],
         replicas,
         **with_defaults(
-            {"min_weight_size": min_weight_size, "communicate_every": layout.communicate},
-            PARAMETER_SHARDING,
+            {
+                "min_weight_size": min_weight_size,
+                "communicate_every": layout.communicate,
+                "replica_mean": layout.replica_mean,
+            },
+            REPLICATED_SHARDING,
         ),
     )
     gather, reduce = (
@@ -110,7 +114,8 @@ def parameter_forms(
         for dtype, code in (("bfloat16", layout.gather_code), ("float32", layout.reduce_code))
     )
     quantized_axes = replicas if reduce.quantizer and replicas else None
-    comm = CommPolicy(gather, reduce, quantized_axes=quantized_axes)
+    averaged_axes = replicas if strategy.averages_in_backward else ()
+    comm = CommPolicy(gather, reduce, quantized_axes=quantized_axes, averaged_axes=averaged_axes)
     mesh: Any = abstract_mesh(axes, layout.num_devices)
     program = LayoutProgram(strategy, mesh, roles.data_axes, layout.num_minibatches, comm)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)

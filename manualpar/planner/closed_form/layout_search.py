@@ -29,6 +29,7 @@ from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.closed_form.layout_work import step_memory_of
 from manualpar.planner.sweep import MOST_SPLIT, Outcome
 from manualpar.planner.topology import Topology, levels_of
+from manualpar.strategies.shared_options import ReplicaMean
 
 MOST_CONTEXT, MOST_STAGES, MOST_CHUNKS = 16, 32, 8
 # The largest number of minibatches to try.
@@ -57,16 +58,17 @@ def rank_layouts(
     outcomes = []
     sizes: dict[str, Any] = {"examples": estimator.examples, "positions": estimator.positions}
     for factors in factorisations(model, topology, axes=axes, **sizes):
-        fully_kept: set[Communicate] = set()
+        fully_kept: set[tuple[Communicate, ReplicaMean]] = set()
         quantized = dataclasses.replace(factors, gather_code=gather_code, reduce_code=reduce_code)
         for run in _runs(model, quantized, **sizes):
-            if run.communicate in fully_kept:
+            if (run.communicate, run.replica_mean) in fully_kept:
                 continue
             layout = _with_remat(model, run, topology.chip.hbm_bytes, **sizes)
             if layout is None:
                 continue
             if layout.stage == 1 and layout.remat == "none":
-                fully_kept.add(layout.communicate)  # More minibatches only send more bytes.
+                # More minibatches only send more bytes.
+                fully_kept.add((layout.communicate, layout.replica_mean))
             try:
                 plan = estimator.estimate(layout, brief=True)
             except ValueError:
@@ -113,7 +115,7 @@ def factorisations(
 
 
 def _runs(model: Transformer, layout: Layout, *, examples: int, positions: int) -> Iterator[Layout]:
-    """Yields the ways to run on a mesh: minibatches, chunks, `keep` and `communicate`."""
+    """Yields the ways to run on a mesh: minibatches, chunks, and when a step communicates."""
     most = examples // (layout.replica * layout.data * layout.expert)
     minibatches = [n for n in _divisors(most) if n <= MOST_MINIBATCHES]
     groups = model.num_layers // layout.stage // max(model.attention.global_every, 1)
@@ -128,9 +130,12 @@ def _runs(model: Transformer, layout: Layout, *, examples: int, positions: int) 
             continue  # Stages would idle most of the time.
         if communicate == "gather-step" and m == 1:
             continue  # The same as "step".
-        yield dataclasses.replace(
+        run = dataclasses.replace(
             layout, num_minibatches=m, chunks=v, communicate=communicate, keep=keep
         )
+        yield run
+        if run.replica > 1 and run.stage == 1 and communicate == "minibatch":
+            yield dataclasses.replace(run, replica_mean="backward")
 
 
 def _with_remat(

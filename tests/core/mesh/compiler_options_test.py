@@ -1,4 +1,9 @@
+import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +18,14 @@ from manualpar.core.mesh.compiler_options import (
     keep_if_known,
 )
 from manualpar.planner.hardware import CHIPS
+from manualpar.planner.tpu_compiler import ENVIRONMENT
+from tests.paths import ROOT
 from tests.tiny import Classifier, loss_fn, make_batch
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.
 WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
+FUSION = "xla_tpu_enable_async_collective_fusion"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 
 
@@ -132,11 +140,54 @@ def test_of_two_that_are_refused_together_the_first_stays(devices8, monkeypatch)
 
 def test_no_choice_has_what_a_compiler_calls_unsafe():
     """libtpu 0.0.52 says of both on v5p: might lead to incorrect results, hang."""
-    pair = {
-        "xla_enable_async_all_gather",
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-    }
+    pair = {"xla_enable_async_all_gather", f"{FUSION}_fuse_all_gather"}
     assert not any(pair <= choice.options.keys() for choice in CHOICES)
+
+
+def compile_with(topology, options):
+    """Compiles in another process, without a TPU; returns the error's last lines, "" if none."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.core.mesh.compile_with_options", topology, options],
+        env={**os.environ, **ENVIRONMENT},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return done.stderr[-2000:] if done.returncode else ""
+
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='libtpu, which has the TPU compiler, is not installed: pip install ".[tpu-compiler]"',
+)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "choice"),
+    [
+        pytest.param(chip, choice, id=f"{chip.name}-{choice.most}")
+        for choice in CHOICES
+        for chip in CHIPS
+        if chip.is_tpu and re.fullmatch(choice.device_kind, chip.device_kind)
+    ],
+)
+def test_the_compiler_takes_the_options_of_a_choice_together(chip, choice):
+    topology = f"{chip.name}:{'x'.join('2' * chip.network.dims)}"
+    assert compile_with(topology, json.dumps(dict(choice.options))) == ""
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_pair_that_is_unsafe_on_a_chip_shows():
+    pair = "xla_enable_async_all_gather", f"{FUSION}_fuse_all_gather"
+    for option in pair:
+        assert compile_with("v5p:2x2x2", json.dumps({option: "true"})) == ""
+    refusal = compile_with("v5p:2x2x2", json.dumps(dict.fromkeys(pair, "true")))
+    assert "not supported/recommended on platforms other than TPU v5e" in refusal
 
 
 def test_a_step_is_compiled_with_them(devices8):

@@ -16,10 +16,14 @@ from manualpar.core.model.option_table import (
 )
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.strategies.fields import fields_of_options, values_of_options
-from manualpar.strategies.shared_options import PARAMETER_SHARDING, STATE_SHARDING
+from manualpar.strategies.shared_options import (
+    PARAMETER_SHARDING,
+    REPLICATED_SHARDING,
+    STATE_SHARDING,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "strategies.md"
-ALL = {**PROGRAM_OPTIONS, **PARAMETER_SHARDING}
+ALL = {**PROGRAM_OPTIONS, **REPLICATED_SHARDING}
 
 
 class Small(TypedDict, total=False):
@@ -114,7 +118,7 @@ def test_every_option_has_a_meaning_and_a_default_that_is_allowed(name):
         (mp.data_parallel, {}),
         (mp.zero, STATE_SHARDING),
         (mp.fsdp, PARAMETER_SHARDING),
-        (mp.hsdp, PARAMETER_SHARDING),
+        (mp.hsdp, REPLICATED_SHARDING),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
