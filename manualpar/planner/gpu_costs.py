@@ -83,7 +83,10 @@ def cudnn_seconds(chip: Chip) -> Callable[[Instruction, Instructions], float | N
 
 def of_gpus(chip: Chip) -> Iterator[str]:
     """Yields the assumptions of these times, and what a compiler without a GPU cannot see."""
-    rest = f"Everything else takes the time that XLA estimates for {chip.name}"
+    rest = (
+        f"Everything else takes the time that XLA estimates from its description of {chip.name} "
+        "(openxla/xla, xla/backends/gpu/target_config/specs)"
+    )
     if not GPU_TARGETS[chip.name].has_costs:
         rest = (
             f"XLA has no rates of the units of {chip.name}, so it estimates no times; everything "
@@ -93,7 +96,7 @@ def of_gpus(chip: Chip) -> Iterator[str]:
         f"Matrix products take the time of their operations at {chip.flops_efficiency:.0%} of the "
         f"peak, or of their bytes at {chip.hbm_efficiency:.0%} of the memory's bandwidth. XLA's "
         "estimates are not used for them, because without a GPU XLA prices tiles that no run would "
-        f"use. {rest} ({chip.source})."
+        f"use. {rest}."
     )
     yield (
         "A compiler without a GPU does not see: autotuning, which may put a product of cuBLAS, "
