@@ -13,7 +13,6 @@ head.
 """
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -26,18 +25,20 @@ from manualpar.layers.boundaries import platform_traced_for
 # The lowest major compute capability of a GPU that runs the kernel, and the lowest that runs the
 # kernel with heads of more than 128 features.
 FIRST, LARGE = 8, 9
-# The compute capability by kind of GPU (the beginning of `jax.Device.device_kind`).
-CAPABILITIES = {r"NVIDIA A100": "8.0", r"NVIDIA G?H[12]00": "9.0", r"NVIDIA G?B200": "10.0"}
 
 
 def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) -> str | None:
-    """Returns why the kernel cannot run on these arrays on the program's GPUs, or `None`."""
-    platform = platform_traced_for()
-    if platform is None:
-        platform = jax.default_backend()
-    if platform != "gpu":
-        return f"the devices are {platform}s, no NVIDIA GPUs"
-    capability = compute_capability()
+    """Returns why the kernel cannot run on these arrays on this process's GPU, or `None`.
+
+    The function examines the GPU of this process, because JAX can trace the kernel only on a
+    machine with cuDNN.
+    """
+    platform, backend = platform_traced_for(), jax.default_backend()
+    if platform not in ("gpu", None) or backend != "gpu":
+        return (
+            f"the devices are {backend if platform in ('gpu', None) else platform}s, no NVIDIA GPUs"
+        )
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
     major = capability.partition(".")[0]
     if not major.isdecimal() or int(major) < FIRST:
         return f"the compute capability of the GPU is {capability!r}, not {FIRST}.0 or more"
@@ -50,19 +51,6 @@ def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) 
     if documents is not None and query.shape[1] % 2:
         return f"the length is {query.shape[1]}, which with documents must be even"
     return None
-
-
-def compute_capability() -> str:
-    """Returns the compute capability of the GPUs for which the code is traced; "" if unknown.
-
-    A program may be compiled for GPUs that are not here, so the kind of the mesh's devices decides
-    (`CAPABILITIES`). Other GPUs are the GPUs of this process.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
-    if known := [CAPABILITIES[name] for name in CAPABILITIES if re.match(name, kind)]:
-        return known[0]
-    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
 
 
 def cudnn_attention(
@@ -143,13 +131,17 @@ def _attend_forward(
         return dot_product_attention(query, key, value, documents, window, "cudnn")
 
     out, pullback = jax.vjp(attend, query, key, value)
+    attended = checkpoint_name(out, ATTENDED)
 
     def named(x: jax.Array) -> jax.Array:
-        # The other residuals get no name, because the arguments exist anyway, and the mask is too
-        # large to save.
-        return checkpoint_name(x, ATTENDED) if x is out or x.ndim == 3 else x
+        # With a name of its own, the residual `out` would be saved a second time. The other
+        # residuals get no name, because the arguments exist anyway, and the mask is too large to
+        # save.
+        if x is out:
+            return attended
+        return checkpoint_name(x, ATTENDED) if x.ndim == 3 else x
 
-    return named(out), jax.tree.map(named, pullback)
+    return attended, jax.tree.map(named, pullback)
 
 
 def _attend_backward(window: int | None, pullback: Any, g: jax.Array) -> Any:
