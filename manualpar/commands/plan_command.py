@@ -206,7 +206,7 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
             experiment.program,
             throughput,
             order=order,
-            fused_attention=has_kernel(config),
+            fused_attention=has_kernel(experiment.task.model, experiment.program, topology.chip),
             overlap=config.parallel.overlap,
         )
         plans.append(estimate(work, topology))

@@ -26,6 +26,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from manualpar.layers.attention.devices import Device
 from manualpar.training.monitoring.throughput import PEAKS, peak_flops
 
 GIGA, GIB, MICRO = 1e9, 2**30, 1e-6
@@ -96,6 +97,7 @@ class Chip:
       clock: Cycles per second; 0 for GPUs, because only the compiler for TPUs counts cycles.
       source: The source of the numbers, and which of them are assumed.
       calibration: The published speeds to which the efficiencies were fitted, in words; "" if none.
+      compute_capability: An NVIDIA GPU's, such as `9.0`; "" for TPUs.
       devices_per_chip: The number of `jax.Device`s of a chip.
       max_devices: The largest number of devices in a slice, or in a cluster.
     """
@@ -112,6 +114,7 @@ class Chip:
     clock: float
     source: str
     calibration: str = ""
+    compute_capability: str = ""
     devices_per_chip: int = 1
     max_devices: int = 2**14
 
@@ -119,6 +122,11 @@ class Chip:
     def is_tpu(self) -> bool:
         """Whether the chip is a TPU; XLA can compile for TPUs without a device."""
         return self.network.kind == "torus"
+
+    @property
+    def device(self) -> Device:
+        """The chip as the choice of attention sees it (`manualpar.layers.attention.kinds`)."""
+        return Device("tpu" if self.is_tpu else "gpu", self.compute_capability, self.hbm_bytes)
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s for operands of a dtype; raises `ValueError` if unknown."""
@@ -143,13 +151,13 @@ TPUS = {
     "tpu7x": ("TPU7x", 94.75, 7380, 1200, 3, 100, 2.2, 2, 2 * 9216),
 }
 # NVLink is NVIDIA's number, the sum of both directions. Each GPU of a node has a network card.
-# name: kind, GiB, HBM GB/s, NVLink GB/s, network card Gbit/s
+# name: kind, GiB, HBM GB/s, NVLink GB/s, network card Gbit/s, compute capability
 GPUS = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039, 600, 200),
-    "h100": ("NVIDIA H100 80GB HBM3", 80, 3350, 900, 400),
-    "h100-500w": ("NVIDIA H100 96GB HBM2e", 96, 2400, 900, 400),
-    "h200": ("NVIDIA H200", 141e9 / GIB, 4800, 900, 400),
-    "b200": ("NVIDIA B200", 180e9 / GIB, 8000, 1800, 400),
+    "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039, 600, 200, "8.0"),
+    "h100": ("NVIDIA H100 80GB HBM3", 80, 3350, 900, 400, "9.0"),
+    "h100-500w": ("NVIDIA H100 96GB HBM2e", 96, 2400, 900, 400, "9.0"),
+    "h200": ("NVIDIA H200", 141e9 / GIB, 4800, 900, 400, "9.0"),
+    "b200": ("NVIDIA B200", 180e9 / GIB, 8000, 1800, 400, "10.0"),
 }
 SOURCES = {
     "v4": TPU_DOCS + "v4 (32 GiB, of which 31.25 are assumed usable as on v6e); "
@@ -199,7 +207,7 @@ def _tpu(name: str) -> Chip:
 
 
 def _gpu(name: str) -> Chip:
-    kind, gib, hbm, nvlink, card = GPUS[name]
+    kind, gib, hbm, nvlink, card, capability = GPUS[name]
     network = Network(
         kind="nodes",
         bandwidth=nvlink * GIGA / 2,
@@ -221,6 +229,7 @@ def _gpu(name: str) -> Chip:
         **_shares(name, "nodes"),
         clock=0.0,
         source=f"{SOURCES[name]}{ASSUMED}, and 2 GiB that a program cannot have",
+        compute_capability=capability,
     )
 
 

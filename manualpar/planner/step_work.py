@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-import ml_collections
 
 from manualpar.core.mesh.compiler_options import Overlap
 from manualpar.core.mesh.mesh_order import in_order
@@ -39,6 +39,11 @@ from manualpar.inspect.flops import Product, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.inspect.tick_parts import TickParts
+from manualpar.layers.attention.blockwise_attention import Scoring
+from manualpar.layers.attention.kinds import best_kind
+from manualpar.models import Transformer
+from manualpar.models.transformer_fields import size_of_head
+from manualpar.planner.hardware import Chip
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import CONTEXT_AXIS
 
@@ -190,15 +195,29 @@ def read_work(
     )
 
 
-def has_kernel(config: ml_collections.ConfigDict) -> bool:
-    """Returns whether attention runs in a kernel on the config's chips.
+def has_kernel(model: Any, program: Program, chip: Chip) -> bool:
+    """Returns whether a model's attention runs in a kernel on a chip.
 
-    If `config.model.attention` is "", the program's devices decide the kind of attention. The trace
-    is made without them, so it contains blockwise attention. Ring attention over split sequences
-    has a kernel only on TPUs, and is planned without the kernel.
+    A plan is traced without devices, so the trace contains blockwise attention. If the model does
+    not name a kind, this function asks for the kind that devices of the chip take (`best_kind`).
+    Ring attention over split sequences has a kernel only on TPUs, and is planned without it.
     """
-    is_kernel = config.model.get("attention") in ("", "splash", "cudnn")
-    return is_kernel and CONTEXT_AXIS not in config.parallel.mesh
+    if not isinstance(model, Transformer):
+        return False
+    if CONTEXT_AXIS in program.mesh.shape and model.context.how != "ulysses":
+        return False
+    if model.attention.kind:
+        return model.attention.kind in ("splash", "cudnn")
+    inputs = program.abstract_batch.inputs
+    tokens = jax.tree.leaves(inputs)[0]
+    examples = tokens.sharding.shard_shape(tokens.shape)[0] // program.num_minibatches
+    heads = jax.ShapeDtypeStruct(
+        (examples, tokens.shape[1], model.num_heads, size_of_head(model)), model.dtype
+    )
+    scoring = Scoring(model.attention.window or None, model.attention.soft_cap or None)
+    has_documents = isinstance(inputs, Mapping) or model.bos_token >= 0
+    kind = best_kind(chip.device, heads, heads, scoring, has_documents=has_documents)
+    return kind != "blockwise"
 
 
 def _merged(

@@ -144,7 +144,7 @@ class Builder(NamedTuple):
         has_experts = self.config.model.get("num_experts")
         return (SPLIT_AXIS,) * self.can_split + (EXPERT_AXIS,) * bool(has_experts)
 
-    def read(self, candidate: Candidate, num_devices: int, *, batch_size: int = 0) -> StepWork:
+    def read(self, candidate: Candidate, topology: Topology, *, batch_size: int = 0) -> StepWork:
         """Traces a candidate's program and reads its work; the builder may raise a `ValueError`."""
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.parallel.strategy = candidate.strategy
@@ -163,15 +163,15 @@ class Builder(NamedTuple):
             fields["split"] = split_of(config)
         task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))
         schedule = optax.constant_schedule(config.optimizer.learning_rate)
-        program = build_experiment(config, task, schedule, devices=num_devices)
+        program = build_experiment(config, task, schedule, devices=topology.num_devices)
         throughput, overlap = throughput_of(config, task), config.parallel.overlap
-        fused = has_kernel(config)
+        fused = has_kernel(task.model, program, topology.chip)
         return read_work(program, throughput, fused_attention=fused, overlap=overlap)
 
     def outcome(self, candidate: Candidate, topology: Topology) -> Outcome[Candidate]:
         """Traces a candidate's program, and returns the outcome."""
         try:
-            work = self.read(candidate, topology.num_devices)
+            work = self.read(candidate, topology)
         except ValueError as error:
             return Outcome(candidate, None, str(error), is_traced=True)
         return _planned(candidate, work, topology, is_traced=True)
@@ -253,7 +253,7 @@ def scaling_curves(
         report(f"{name} on {topology_of_count.name}")
         resized = dataclasses.replace(candidate, mesh=mesh)
         try:
-            work = builder.read(resized, count, batch_size=per_device * count)
+            work = builder.read(resized, topology_of_count, batch_size=per_device * count)
         except ValueError:
             continue  # A dimension or a minibatch does not divide: the curve has a gap.
         curves[name].append((count, estimate(work, topology_of_count)))
@@ -355,7 +355,7 @@ def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[O
     config, count = builder.config, topology.num_devices
     rows = count // base.mesh.get(SPLIT_AXIS, 1)  # Devices with different examples.
     try:
-        work = builder.read(base, count)
+        work = builder.read(base, topology)
     except ValueError as error:
         yield Outcome(base, None, str(error), is_traced=True)
         return

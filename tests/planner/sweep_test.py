@@ -20,6 +20,7 @@ from manualpar.planner.sweep import (
 )
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.training.config import load_config
+from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task
 from tests.paths import ROOT
 
@@ -67,7 +68,7 @@ def test_a_plan_of_a_candidate_is_that_of_its_own_program(builder, outcomes):
         if (each.candidate.strategy, each.candidate.num_minibatches) == ("fsdp", 2)
         and each.candidate.gather_dtype == "bfloat16"
     ]
-    work = builder.read(scaled.candidate, 16)
+    work = builder.read(scaled.candidate, parse_topology("h100:16"))
     assert work.num_minibatches == 2
     assert scaled.plan.bytes_sent == pytest.approx(
         float(sum(x.bytes_sent for x in work.collectives))
@@ -133,15 +134,71 @@ def language_builder():
     return Builder(config, make_task(config))
 
 
+KERNELS = [
+    # On TPUs splash, whatever the dtype and the soft cap.
+    ("v5e:2x4", {}, {}, True),
+    ("v5e:2x4", {"attention_soft_cap": 30.0}, {}, True),
+    ("v5e:2x4", {"attention": "blockwise"}, {}, False),
+    # On GPUs cuDNN, where it can run.
+    ("h100:8", {"dtype": "float32"}, {}, False),
+    ("h100:8", {"dtype": "bfloat16"}, {}, True),
+    ("h100:8", {"dtype": "bfloat16", "attention_soft_cap": 30.0}, {}, False),
+    ("h100:8", {"dtype": "bfloat16", "attention": "blockwise"}, {}, False),
+    ("h100:8", {"dtype": "bfloat16", "head_size": 4}, {}, False),
+    ("h100:8", {"dtype": "bfloat16", "head_size": 256}, {}, True),
+    ("b200:8", {"dtype": "bfloat16", "head_size": 256}, {}, False),
+    # Only exchanged heads make whole sequences, of which a kernel on GPUs computes the attention.
+    ("h100:8", {"dtype": "bfloat16"}, {"context_attention": "ulysses"}, True),
+    ("h100:8", {"dtype": "bfloat16"}, {"context_attention": "ring"}, False),
+    ("v5e:2x4", {}, {"context_attention": "ring"}, False),
+]
+
+
+def _with_mesh(builder, **mesh):
+    config = ml_collections.ConfigDict(builder.config.to_dict())
+    config.model.head_size, config.parallel.sequence = 8, False
+    config.parallel.mesh = mesh
+    return config
+
+
+@pytest.fixture(scope="module")
+def programs(language_builder):
+    """A program whose sequences are not split, and one whose sequences are."""
+    meshes = {"data": 8}, {"data": 4, "context": 2}
+    return [prepare(_with_mesh(language_builder, **mesh), devices=8).program for mesh in meshes]
+
+
+@pytest.mark.parametrize(("topology", "model", "parallel", "expected"), KERNELS)
+def test_the_chips_say_whether_attention_is_a_kernel(
+    language_builder, programs, topology, model, parallel, expected
+):
+    program = programs[bool(parallel)]
+    config = _with_mesh(language_builder, **program.mesh.shape)
+    config.model.update(model)
+    config.parallel.update(parallel)
+    chip = parse_topology(topology).chip
+    assert has_kernel(make_task(config).model, program, chip) == expected
+
+
+def test_documents_of_long_sequences_are_a_kernel_while_their_mask_fits(language_builder):
+    config = _with_mesh(language_builder, data=8)
+    config.model.dtype, config.data.sequence_length = "bfloat16", 16_384
+    model, program = make_task(config).model, prepare(config, devices=8).program
+    h100 = parse_topology("h100:8").chip
+    small = dataclasses.replace(h100, hbm_bytes=2**33 - 1)
+    assert has_kernel(model, program, h100)  # A mask and its gradient of 512 MiB each.
+    assert not has_kernel(model, program, small)
+    whole = model.clone(bos_token=-1)  # Each sequence is one document, so there is no mask.
+    assert has_kernel(whole, program, small)
+
+
 @pytest.mark.parametrize(("attention", "is_fused"), [("", True), ("blockwise", False)])
-def test_attention_that_the_chips_choose_is_a_kernel(language_builder, attention, is_fused):
+def test_a_candidate_is_timed_with_the_kernel(language_builder, attention, is_fused):
     config = ml_collections.ConfigDict(language_builder.config.to_dict())
     config.model.attention = attention
     builder = Builder(config, make_task(config))
-    work = builder.read(Candidate("fsdp", {"data": 8}, 1, "none", ""), 8)
+    work = builder.read(Candidate("fsdp", {"data": 8}, 1, "none", ""), parse_topology("v5e:2x4"))
     assert any(product.is_fused for product in work.products) == is_fused
-    config.parallel.mesh = {"data": 8, "context": 2}
-    assert not has_kernel(config)
 
 
 def test_layers_are_split_over_parts_of_a_node(language_builder, builder):
@@ -210,7 +267,7 @@ def test_a_torus_is_sharded_over_one_side_after_the_other_too(builder):
         {"data": 64},
         {"data": 8, "data_minor": 8},
     ]
-    flat, by_axis = (builder.read(x, 64) for x in bases if x.strategy == "fsdp")
+    flat, by_axis = (builder.read(x, topology) for x in bases if x.strategy == "fsdp")
     scatters = [x.axes for x in by_axis.collectives if x.purpose == "scatter_gradients"]
     assert {("data",), ("data_minor",)} == set(scatters)
     notes = estimate(flat, topology).notes, estimate(by_axis, topology).notes

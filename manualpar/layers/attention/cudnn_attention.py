@@ -6,7 +6,9 @@ save them, and a rematerialised layer would run the forward kernel again. This m
 arrays a name.
 
 JAX's public function takes no document numbers. It turns a mask of documents into a bias
-`[B, 1, S, S]`, and its backward pass computes the gradient of that bias too.
+`[B, 1, S, S]`, and its backward pass computes the gradient of that bias too. Causal masks and
+windows are numbers for the kernel, and need no array. A window together with a bias needs cuDNN
+9.10.2 or later.
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.
@@ -20,37 +22,54 @@ from jax.ad_checkpoint import checkpoint_name
 
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.layers.attention.blockwise_attention import ATTENDED
-from manualpar.layers.boundaries import platform_traced_for
+from manualpar.layers.attention.devices import Device
 
-# The lowest major compute capability of a GPU that runs the kernel, and the lowest that runs the
-# kernel with heads of more than 128 features.
-FIRST, LARGE = 8, 9
+# Major compute capability of a GPU -> the most features of a head for which cuDNN has both passes,
+# as the checks of its frontend say (`sdpa_support_surface.h`). Older GPUs run no kernel. Newer GPUs
+# count as the last. (On Blackwell cuDNN 9.23 has a backward pass for 256 features, but JAX does not
+# require this version.)
+MOST_FEATURES = {8: 128, 9: 256, 10: 128}
+FIRST, LAST = min(MOST_FEATURES), max(MOST_FEATURES)
+MASKS = 2  # A bias from documents, and its gradient.
 
 
-def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) -> str | None:
-    """Returns why the kernel cannot run on these arrays on this process's GPU, or `None`.
-
-    The function examines the GPU of this process, because JAX can trace the kernel only on a
-    machine with cuDNN.
-    """
-    platform, backend = platform_traced_for(), jax.default_backend()
-    if platform not in ("gpu", None) or backend != "gpu":
+def cudnn_misfit(
+    device: Device,
+    query: jax.Array | jax.ShapeDtypeStruct,
+    key: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    has_documents: bool,
+) -> str | None:
+    """Returns why the kernel cannot run on these arrays on a device, or `None`."""
+    if device.platform != "gpu":
+        return f"the devices are {device.platform or jax.default_backend()}s, no NVIDIA GPUs"
+    if not device.compute_capability:
+        return "this process has no NVIDIA GPU, but JAX needs one to trace the kernel"
+    if device.major < FIRST:
         return (
-            f"the devices are {backend if platform in ('gpu', None) else platform}s, no NVIDIA GPUs"
+            f"the compute capability of the GPU is {device.compute_capability!r}, not {FIRST}.0 or "
+            "more"
         )
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
-    major = capability.partition(".")[0]
-    if not major.isdecimal() or int(major) < FIRST:
-        return f"the compute capability of the GPU is {capability!r}, not {FIRST}.0 or more"
     dtypes = sorted({str(query.dtype), str(key.dtype)})
     if dtypes not in (["bfloat16"], ["float16"]):
         return f"the dtype is {' and '.join(dtypes)}, not bfloat16 or float16"
-    most, size = 256 if int(major) >= LARGE else 128, query.shape[-1]
+    most, size = MOST_FEATURES[min(device.major, LAST)], query.shape[-1]
     if size % 8 or size > most:
         return f"head_size is {size}, no multiple of 8 up to {most}"
-    if documents is not None and query.shape[1] % 2:
+    if query.shape[1] == 1:
+        return "the length is 1, not 2 or more"
+    if has_documents and query.shape[1] % 2:
         return f"the length is {query.shape[1]}, which with documents must be even"
     return None
+
+
+def mask_bytes(query: jax.Array | jax.ShapeDtypeStruct, *, has_documents: bool) -> int:
+    """Returns the bytes of the kernel's mask and of its gradient; 0 without documents.
+
+    All heads share the mask. XLA keeps one mask for a loop over layers, and drops each gradient.
+    """
+    examples, length = query.shape[:2]
+    return MASKS * examples * length**2 * query.dtype.itemsize if has_documents else 0
 
 
 def cudnn_attention(

@@ -7,8 +7,8 @@
 - `"xla"`: XLA stores the scores `[B, N, S, S]` in memory, and a mask of this size if there are
   documents.
 
-`""` chooses the best kind for the devices for which a program is traced: splash on TPUs; cuDNN on
-NVIDIA GPUs, if the mask of documents is no larger than the queries; otherwise blockwise. The
+`""` chooses the best kind for the devices for which a program is traced (`best_kind`): splash on
+TPUs; cuDNN on NVIDIA GPUs where it can run and its mask of documents fits; otherwise blockwise. The
 enclosing mesh gives these devices. (`jax.lax.platform_dependent` would trace all kinds. Then counts
 of operations, plans and checks would include branches that do not run.)
 
@@ -20,18 +20,28 @@ from typing import Literal, get_args
 
 import jax
 
+from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.chunked_attention import attend_in_blocks
 from manualpar.layers.attention.cudnn_attention import (
     cudnn_attention,
     cudnn_misfit,
     dot_product_attention,
+    mask_bytes,
 )
-from manualpar.layers.attention.splash_attention import splash_attention, splash_misfit
-from manualpar.layers.boundaries import platform_traced_for
+from manualpar.layers.attention.devices import Device, device_traced_for
+from manualpar.layers.attention.splash_attention import (
+    batch_and_head_axes,
+    splash_attention,
+    splash_misfit,
+)
 
 AttentionKind = Literal["", "splash", "cudnn", "blockwise", "xla"]
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+
+# The share of a GPU's memory that the mask of documents and its gradient may take. Parameters,
+# optimizer state and activations need the rest.
+MASK_SHARE = 1 / 8
 
 
 def attention(
@@ -129,21 +139,56 @@ def check_attention(
         )
 
 
+def best_kind(
+    device: Device,
+    query: jax.Array | jax.ShapeDtypeStruct,
+    key: jax.Array | jax.ShapeDtypeStruct,
+    scoring: Scoring,
+    *,
+    has_documents: bool,
+) -> AttentionKind:
+    """Chooses the best kind for a device, which need not be a device of this process.
+
+    - Splash on TPUs, if it has the dtype.
+    - cuDNN on GPUs, if there is no soft cap, the kernel can run (`cudnn_misfit`), and the mask
+      fits. Causal masks and windows take no memory. Documents need an array `[B, 1, S, S]`, and the
+      backward pass its gradient. All heads and layers share the two arrays. So they are compared
+      with the device's memory (`MASK_SHARE`), and not with the queries, which are few if heads are
+      split. While the arrays fit, the kernel is faster than blocks in plain JAX.
+    - Blockwise otherwise.
+
+    Args:
+      device: The device.
+      query: `[B, S, N, H]`, with the device's own examples and heads; only the shape and the dtype
+        are read.
+      key: `[B, S, K, H]`, likewise.
+      scoring: The window and the soft cap.
+      has_documents: Whether a query sees only keys of its own document.
+    """
+    if device.platform == "tpu" and splash_misfit(query, key) is None:
+        return "splash"
+    can_run = scoring.soft_cap is None and not cudnn_misfit(
+        device, query, key, has_documents=has_documents
+    )
+    mask = mask_bytes(query, has_documents=has_documents)
+    return "cudnn" if can_run and mask <= MASK_SHARE * device.memory_bytes else "blockwise"
+
+
 def _best(
     query: jax.Array, key: jax.Array, documents: jax.Array | None, scoring: Scoring
 ) -> AttentionKind:
-    """Chooses the kernel for the devices of the program if it fits, else blockwise."""
-    is_alone = not jax.sharding.get_abstract_mesh().empty or jax.device_count() == 1
-    # Without a mesh XLA may partition a program over several devices, but cannot partition kernels.
-    if platform_traced_for() == "tpu" and is_alone and splash_misfit(query, key) is None:
-        return "splash"
-    _, S, N, H = query.shape
-    # The mask of documents and its gradient are `[B, S, S]` in 16 bits. cuDNN is chosen only if the
-    # mask is no larger than the queries.
-    is_mask_small = documents is None or S <= N * H
-    if is_mask_small and _misfit("cudnn", query, key, documents, scoring) is None:
-        return "cudnn"
-    return "blockwise"
+    """Chooses the best kind for the devices of the program."""
+    device, mesh = device_traced_for(), jax.sharding.get_abstract_mesh()
+    if device.platform == "tpu" and mesh.empty and jax.device_count() > 1:
+        # Without a mesh XLA may partition a program over several devices, but cannot partition
+        # splash attention.
+        return "blockwise"
+    own: jax.Array | jax.ShapeDtypeStruct = query
+    if device.platform == "gpu" and {*mesh.auto_axes, *mesh.explicit_axes}:
+        axes, _ = batch_and_head_axes(mesh, query, key)  # The arrays are global.
+        examples = query.shape[0] // axes_size(mesh, axis_tuple(axes))
+        own = jax.ShapeDtypeStruct((examples, *query.shape[1:]), query.dtype)
+    return best_kind(device, own, key, scoring, has_documents=documents is not None)
 
 
 def _misfit(
@@ -154,11 +199,13 @@ def _misfit(
     scoring: Scoring,
 ) -> str | None:
     """Returns why a kind cannot run, or `None`."""
+    device = device_traced_for()
     if kind == "splash":
-        platform = platform_traced_for()
-        if platform not in ("tpu", None):
-            return f"the devices are {platform}s, and no TPUs"
+        if device.platform not in ("tpu", ""):
+            return f"the devices are {device.platform}s, and no TPUs"
         return splash_misfit(query, key)
     if kind in ("cudnn", "xla") and scoring.soft_cap is not None:
         return f"soft_cap is {scoring.soft_cap}, but this kind has no soft cap"
-    return cudnn_misfit(query, key, documents) if kind == "cudnn" else None
+    if kind == "cudnn":
+        return cudnn_misfit(device, query, key, has_documents=documents is not None)
+    return None

@@ -38,7 +38,9 @@ BLOCKS = (BLOCK, 384, 256)
 LONGEST_FUSED = 4096
 
 
-def splash_misfit(query: jax.Array, key: jax.Array) -> str | None:
+def splash_misfit(
+    query: jax.Array | jax.ShapeDtypeStruct, key: jax.Array | jax.ShapeDtypeStruct
+) -> str | None:
     """Returns why the kernel cannot run on these arrays on a TPU, or `None`.
 
     The kernel accepts all lengths and head sizes. It has been compiled for heads of 8 to 256
@@ -101,7 +103,7 @@ def splash_attention(
     mesh = jax.sharding.get_abstract_mesh()
     if not {*mesh.auto_axes, *mesh.explicit_axes}:
         return run_unchecked(attend, *arrays)
-    batch, heads = _axes(mesh, query, key)
+    batch, heads = batch_and_head_axes(mesh, query, key)
     specs = [PartitionSpec(batch, None, heads)] * 3 + [PartitionSpec(batch)]
     specs = specs[: len(arrays)]
     if mesh.explicit_axes:
@@ -116,7 +118,7 @@ def splash_attention(
     return split(*arrays)
 
 
-def _axes(mesh: AbstractMesh, query: jax.Array, key: jax.Array) -> tuple[Any, Any]:
+def batch_and_head_axes(mesh: AbstractMesh, query: jax.Array, key: jax.Array) -> tuple[Any, Any]:
     """Returns the axes that split the batch, and the axes that split heads."""
     if mesh.explicit_axes:  # Explicit types say how arrays are sharded.
         of_batch, _, of_heads, _ = jax.typeof(query).sharding.spec

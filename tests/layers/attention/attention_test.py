@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import abstract_mesh
-from manualpar.layers.attention import attention, blockwise_attention
+from manualpar.layers.attention import attention, blockwise_attention, kinds
+from manualpar.layers.attention.devices import Device
 from manualpar.layers.boundaries import platform_traced_for
 from tests.layers.attention.reference import arrays, numbers, reference
 
@@ -77,7 +78,7 @@ def test_the_platform_is_that_of_the_mesh_around(devices8):
 
 
 def test_tpus_run_splash_where_it_fits(monkeypatch):
-    monkeypatch.setattr("manualpar.layers.attention.kinds.platform_traced_for", lambda: "tpu")
+    monkeypatch.setattr(kinds, "device_traced_for", lambda: Device("tpu"))
 
     def is_splash(dtype, devices):
         monkeypatch.setattr(jax, "device_count", lambda: devices)

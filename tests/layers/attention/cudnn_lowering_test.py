@@ -4,17 +4,16 @@ What JAX asks of a GPU and of cuDNN is answered here as an H100 would; the rest 
 would be there. Nothing is compiled or run.
 """
 
-import inspect
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar.layers.attention import cudnn_attention
 from manualpar.layers.attention import kinds as choice
+from manualpar.layers.attention.devices import tracing_for
+from manualpar.planner.hardware import chip_named
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from tests.paths import ROOT
@@ -24,23 +23,11 @@ KERNELS = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
 WITH_MASK = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"}
 
 
-class Device(NamedTuple):
-    """What a program asks of a GPU."""
-
-    compute_capability: str = "9.0"
-
-
 @pytest.fixture
-def h100(monkeypatch):
-    """Makes this process believe that it has H100s with cuDNN."""
-    for module in (choice, cudnn_attention):
-        monkeypatch.setattr(module, "platform_traced_for", lambda: "gpu")
-    monkeypatch.setattr(cudnn_attention.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(cudnn_attention.jax, "local_devices", lambda: [Device()])
-    names = inspect.unwrap(jax.nn.dot_product_attention).__globals__
-    kernel = inspect.unwrap(names["cudnn_dot_product_attention"])
-    monkeypatch.setitem(kernel.__globals__, "check_cudnn_version", lambda: 91_000)
-    monkeypatch.setitem(kernel.__globals__, "check_compute_capability", lambda *asked: True)
+def h100():
+    """Traces attention as a process with H100s and cuDNN would."""
+    with tracing_for(chip_named("h100").device):
+        yield
 
 
 def _kernels(traced) -> set[str]:
@@ -65,18 +52,20 @@ def test_attention_lowers_under_the_check(h100, devices8, kv_heads):
     assert _kernels(jax.jit(spread).trace(*arrays)) == KERNELS
 
 
-def test_many_positions_with_documents_have_no_mask(h100):
-    """A mask `[B, S, S]` and its gradient would be larger than the queries: blocks compute it."""
+@pytest.mark.parametrize(("memory", "expected"), [(2**27, WITH_MASK), (2**27 - 1, set())])
+def test_a_mask_that_is_too_large_is_not_made(memory, expected):
+    """A mask `[1, 1, 2048, 2048]` and its gradient take 16 MiB, an eighth of 128 MiB."""
 
     def loss(documents, *heads):
         return choice.attention(*heads, documents).astype(jnp.float32).sum()
 
     heads = [jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)] * 3
     documents = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
-    traced = jax.jit(jax.grad(loss, 1)).trace(documents, *heads)
+    with tracing_for(chip_named("h100").device._replace(memory_bytes=memory)):
+        traced = jax.jit(jax.grad(loss, 1)).trace(documents, *heads)
+    assert _kernels(traced) == expected
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn" not in text
-    assert "2048x2048" not in text
+    assert ("2048x2048" in text) == bool(expected)
 
 
 @pytest.mark.slow

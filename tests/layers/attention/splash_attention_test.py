@@ -19,6 +19,7 @@ from manualpar.core.tracing.jaxprs import inner_jaxprs
 from manualpar.layers.attention import kinds as attention
 from manualpar.layers.attention import splash_attention as splash
 from manualpar.layers.attention.blockwise_attention import ATTENDED
+from manualpar.layers.attention.devices import Device
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import with_fields
 from tests.layers.attention.reference import arrays, numbers, reference
@@ -194,7 +195,7 @@ def on_tpus(monkeypatch):
     """Programs are traced as if their mesh were of TPUs; without a mesh, for this host."""
     mesh_of = jax.sharding.get_abstract_mesh
     monkeypatch.setattr(
-        attention, "platform_traced_for", lambda: "cpu" if mesh_of().empty else "tpu"
+        attention, "device_traced_for", lambda: Device("cpu" if mesh_of().empty else "tpu")
     )
     monkeypatch.setattr(attention, "splash_attention", attend)
 
