@@ -44,7 +44,6 @@ class Compiler:
       describe: Returns the arguments of `jax.experimental.topologies.get_topology_desc` for a
         topology.
       explain: Turns the worker's record of an exception into a sentence.
-      files: Files that the worker can import, by path.
       diagnostics: Returns compiler options that leave the program as it is.
     """
 
@@ -53,7 +52,6 @@ class Compiler:
     environment: Mapping[str, str]
     describe: Callable[[Topology], dict[str, Any]]
     explain: Callable[[Mapping[str, str], Topology], str]
-    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     diagnostics: Callable[[Topology], dict[str, Any]] = lambda _: {}
 
 
@@ -84,6 +82,7 @@ def run_compiler(
         "config": config.to_dict(),
         "strategy_file": inspect.getsourcefile(strategy_kinds()[config.parallel.strategy].builder),
         "packages": compiler.packages,
+        "chip": topology.chip.name,
         "topology": compiler.describe(topology),
         "options": dict(options or {}),
         "diagnostics": compiler.diagnostics(topology),
@@ -92,9 +91,6 @@ def run_compiler(
     with tempfile.TemporaryDirectory(prefix=f"manualpar-{compiler.name.lower()}-") as name:
         folder = Path(name)
         (folder / worker.REQUEST).write_text(json.dumps(request), encoding="utf-8")
-        for path, content in compiler.files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(content, encoding="utf-8")
         facts = _run_worker(compiler, folder, topology)
         program = folder / worker.PROGRAM
         text = program.read_text(encoding="utf-8") if program.exists() else ""
@@ -104,8 +100,7 @@ def run_compiler(
 def _run_worker(compiler: Compiler, folder: Path, topology: Topology) -> dict[str, Any]:
     """Runs the worker and reads its result; raises an error if the worker failed."""
     package = str(Path(__file__).parents[2])
-    files = [str(folder)] if compiler.files else []
-    paths = [*files, *filter(None, [package, os.environ.get("PYTHONPATH", "")])]
+    paths = filter(None, [package, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, **compiler.environment, "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / "stderr.txt").open("w+", encoding="utf-8") as stderr:
         try:

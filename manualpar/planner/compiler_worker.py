@@ -24,6 +24,8 @@ from jax.experimental import topologies
 
 from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.inspect import state_bytes
+from manualpar.layers.attention.devices import tracing_for
+from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import kernels_in
 from manualpar.planner.vocabulary import prepare_planned
 from manualpar.strategies import strategy_kinds
@@ -68,10 +70,12 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     config = ml_collections.ConfigDict(_tuples(request["config"])).lock()
     if config.parallel.strategy not in strategy_kinds():
         runpy.run_path(request["strategy_file"])  # The strategy registers itself.
-    experiment = prepare_planned(config, devices=devices, vocab_size=request["vocab_size"])
-    program = experiment.program
-    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    lowered = traced.lower()
+    chip = chip_named(request["chip"])
+    with contextlib.nullcontext() if chip.is_tpu else tracing_for(chip.device):
+        experiment = prepare_planned(config, devices=devices, vocab_size=request["vocab_size"])
+        program = experiment.program
+        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        lowered = traced.lower()
     stage[0] = COMPILE
     facts = {
         "compiler": compiler,

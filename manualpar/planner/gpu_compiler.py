@@ -4,9 +4,8 @@ The compiler is in the wheel of JAX's CUDA plugin, and needs no GPU, no driver a
 of NVIDIA: a description of the chip replaces the GPU (`manualpar.planner.gpu_targets`).
 `manualpar.planner.compiler_process` runs the compiler.
 
-JAX asks cuDNN for its version before it traces cuDNN's attention. In the worker, a module with the
-version of the described GPU's cuDNN answers. The kernels stay calls to cuDNN in the compiled
-program, so cuDNN is not needed.
+The worker traces attention for the planned chip (`manualpar.layers.attention.devices`). Calls of
+cuDNN's kernels stay calls in the compiled program, so cuDNN is not needed.
 """
 
 from collections.abc import Mapping
@@ -17,15 +16,13 @@ import ml_collections
 from manualpar.planner import compiler_worker as worker
 from manualpar.planner.compiled_plan import CompiledStep, plan_of
 from manualpar.planner.compiler_process import Compiler, CompilerError, run_compiler
-from manualpar.planner.gpu_targets import CUDNN, GPU_TARGETS, describe_target
+from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import Topology, levels_of, parse_topology
 
 PACKAGES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 INSTALL = 'pip install "manualpar[gpu-compiler]"'
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
-# The package that JAX asks first for versions of CUDA's libraries.
-_VERSIONS = "jax_cuda13_plugin"
 _COSTS = "xla_gpu_collect_cost_model_stats"
 
 
@@ -103,16 +100,4 @@ def _explain(facts: Mapping[str, str], topology: Topology) -> str:
     return f"the GPU compiler failed for {topology.name}: {error[:500]}"
 
 
-_COMPILER = Compiler(
-    "GPU",
-    PACKAGES,
-    ENVIRONMENT,
-    _describe,
-    _explain,
-    files={
-        f"{_VERSIONS}/__init__.py": "",
-        f"{_VERSIONS}/_versions.py": "def cudnn_get_version():\n"
-        f"    return {CUDNN[0] * 10_000 + CUDNN[1] * 100 + CUDNN[2]}\n",
-    },
-    diagnostics=_diagnose,
-)
+_COMPILER = Compiler("GPU", PACKAGES, ENVIRONMENT, _describe, _explain, _diagnose)

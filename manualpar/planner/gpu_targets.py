@@ -23,7 +23,6 @@ class GpuTarget(NamedTuple):
     """The numbers of a GPU from which XLA chooses tiles and estimates times.
 
     Attributes:
-      capability: The compute capability, major and minor.
       cores: The number of streaming multiprocessors.
       fpus: The number of float32 units of a core.
       clock, matrix_clock: GHz of the scalar and of the matrix units.
@@ -37,7 +36,6 @@ class GpuTarget(NamedTuple):
       matrix_ops_f64, matrix_ops_f4: Likewise for matrix units in these dtypes; 0 if there are none.
     """
 
-    capability: tuple[int, int]
     cores: int
     fpus: int
     clock: float
@@ -60,7 +58,6 @@ class GpuTarget(NamedTuple):
 
 
 _H100 = GpuTarget(
-    capability=(9, 0),
     cores=132,
     fpus=128,
     clock=1.98,
@@ -77,7 +74,6 @@ _H100 = GpuTarget(
 )
 GPU_TARGETS: Mapping[str, GpuTarget] = {
     "a100": GpuTarget(
-        capability=(8, 0),
         cores=108,
         fpus=64,
         clock=1.41,
@@ -91,7 +87,6 @@ GPU_TARGETS: Mapping[str, GpuTarget] = {
     "h100": _H100,
     "h200": _H100._replace(bandwidth=4_800_000_000_000, memory=151_397_597_184),
     "b200": GpuTarget(
-        capability=(10, 0),
         cores=148,
         fpus=128,
         clock=1.965,
@@ -112,7 +107,7 @@ GPU_TARGETS: Mapping[str, GpuTarget] = {
 
 def describe_target(chip: Chip, target: GpuTarget) -> str:
     """Returns the description of a chip, in the text form of a `GpuTargetConfigProto`."""
-    major, minor = target.capability
+    major, _, minor = chip.compute_capability.partition(".")
     device: dict[str, Any] = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -132,7 +127,7 @@ def describe_target(chip: Chip, target: GpuTarget) -> str:
         "cuda_compute_capability": {
             "major": major,
             "minor": minor,
-            "feature_extension": "ACCELERATED_FEATURES" if major > 8 else "NONE",
+            "feature_extension": "ACCELERATED_FEATURES" if chip.device.major > 8 else "NONE",
         },
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
@@ -141,7 +136,7 @@ def describe_target(chip: Chip, target: GpuTarget) -> str:
         "thread_dim_limit_z": 64,
         **_rates(target),
         "device_vendor": '"NVIDIA Corporation"',
-        "platform_version": f'"Compute Capability {major}.{minor}"',
+        "platform_version": f'"Compute Capability {chip.compute_capability}"',
         "device_address_bits": 64,
         "pcie_bandwidth": target.pcie,
         "ecc_enabled": "true",

@@ -1,4 +1,4 @@
-"""Compiling for GPUs that are not here: the plan of a recorded program, and slowly, of real ones."""
+"""Compiling for GPUs that are not here: plans of a recorded program, and slowly, of real ones."""
 
 from pathlib import Path
 
