@@ -25,6 +25,13 @@ features and 1,024 positions, the ratio is 0.92 with data parallelism. With FSDP
 full rematerialisation, 0.99 with the policy `dots`, 1.06 without rematerialisation, and 1.18 with
 four minibatches and in float32. For a transformer of 2,048 features and 2,048 positions on
 `v5e:4x4`, with layers split over four chips, it is 1.01, and 0.99 with sequence parallelism.
+
+For GPUs we compared with XLA's compiler for `h100:8` (jax-cuda12-pjrt 0.10.2), in bfloat16 with a
+vocabulary of 32,000 and with scanned layers. For eight layers of 2,048 features and 2,048 positions
+with full rematerialisation the ratio is 0.91. Of the rest, most are copies of stacked parameters in
+another layout, for gathers along a dim that is not the first. For four layers of 1,024 features and
+1,024 positions it is 0.75, and 0.86 with the policy `dots`, because XLA holds the head's gradient
+several times, padded and not. With data parallelism it is 1.07.
 """
 
 import dataclasses
@@ -95,7 +102,7 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
 
     Args:
       program: The program; it need not be compiled, and its devices need not exist.
-      platform: The platform of the compiler: `"tpu"` or `"cpu"`, see
+      platform: The platform of the compiler: `"tpu"`, `"gpu"` or `"cpu"`, see
         `manualpar.inspect.peak_memory`.
 
     Returns:

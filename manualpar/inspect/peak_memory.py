@@ -16,8 +16,8 @@ XLA *fuses* operations. This module models the fusion as follows:
   the program, and the result of a reduction, a matrix product or any operation not named here.
 
 Compilers differ (`FUSIONS`): XLA:TPU also fuses operands into matrix products, and also computes
-operations again that are not cheap. GPUs have not been measured; most of their matrix products are
-library calls, as on the CPU.
+operations again that are not cheap. XLA:GPU postpones the reduce-scatters of a loop: they run while
+the next iteration computes, so complete gradients of two iterations are held.
 
 A fusion may write over an operand of the same size that no later operation reads. A scatter, an
 all-reduce, and a loop with its carry may do this too. A loop's carry stays in its place; a new
@@ -65,11 +65,13 @@ class Fusion(NamedTuple):
     into_products: bool  # Whether operands are fused into matrix products.
     repeats_dear: bool  # Whether operations that are not cheap are computed again, too.
     is_eager: bool  # Whether `xla_cpu_schedule` gives the operations and their order.
+    postpones_scatters: bool = False  # Whether a loop scatters during its next iteration.
 
 
 FUSIONS: Mapping[str, Fusion] = {
     "cpu": Fusion(into_products=False, repeats_dear=False, is_eager=True),
     "tpu": Fusion(into_products=True, repeats_dear=True, is_eager=False),
+    "gpu": Fusion(into_products=False, repeats_dear=True, is_eager=False, postpones_scatters=True),
 }
 
 
@@ -169,8 +171,16 @@ def _inside(op: Operation, values: list[FlatValue], fusion: Fusion) -> Counter[s
             # The results of a branch take the place of the outputs of the operation.
             elsewhere=() if is_loop else results,
         )
+        if is_loop and fusion.postpones_scatters:
+            found["gradients"] += _scattered_bytes(body.operations, values)
         fullest = max(fullest, found, key=lambda peak: peak.total())
     return fullest
+
+
+def _scattered_bytes(operations: Sequence[Operation], values: Sequence[FlatValue]) -> int:
+    """Counts the bytes of the operands of reduce-scatters."""
+    scatters = (op for op in operations if KIND_OF_PRIMITIVE.get(op.name) == "reduce_scatter")
+    return sum(values[value].size for op in scatters for value in op.inputs)
 
 
 def _makers(operations: Sequence[Operation]) -> dict[int, int]:

@@ -132,6 +132,7 @@ def read_work(
     order: Sequence[str] = (),
     fused_attention: bool = False,
     overlap: Overlap = "auto",
+    platform: str = "tpu",
 ) -> StepWork:
     """Reads the work of a program's step.
 
@@ -143,6 +144,7 @@ def read_work(
         `manualpar.inspect.flops`. Memory is always the memory of the traced program, which may
         store scores.
       overlap: The config's `parallel.overlap`.
+      platform: The platform whose compiler's memory is estimated, see `step_memory`.
 
     Raises:
       ValueError: The mode is not `manual`, so the compiler writes the collectives.
@@ -151,7 +153,7 @@ def read_work(
         raise ValueError(
             f"roofline: the program has mode={program.mode!r}, expected 'manual', because in other "
             "modes XLA chooses the collectives. Build the program with mode='manual' (in a config "
-            "config.parallel.mode), or compile it with --compiler=tpu."
+            "config.parallel.mode), or compile it with --compiler=tpu or gpu."
         )
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     jaxpr, around = traced.jaxpr.jaxpr, Around(spread=program.mesh.size)
@@ -186,7 +188,7 @@ def read_work(
         # Parameters and optimizer state are read and written; a gradient of the parameters' size is
         # read.
         update_traffic=3 * parameters + 2 * optimizer,
-        memory=step_memory(program),
+        memory=step_memory(program, platform=platform),
         notes=tuple(dict.fromkeys(notes)),
         overlap=overlap,
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,

@@ -167,11 +167,12 @@ class Builder(NamedTuple):
                 config.parallel.layer_overlap = "none"
             fields["split"] = split_of(config)
         task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))
-        schedule = optax.constant_schedule(config.optimizer.learning_rate)
-        program = build_experiment(config, task, schedule, devices=topology.num_devices)
+        rate = optax.constant_schedule(config.optimizer.learning_rate)
+        program = build_experiment(config, task, rate, devices=topology.num_devices)
         throughput, overlap = throughput_of(config, task), config.parallel.overlap
         fused = has_kernel(task.model, program, topology.chip)
-        return read_work(program, throughput, fused_attention=fused, overlap=overlap)
+        on = {"platform": topology.chip.device.platform}
+        return read_work(program, throughput, overlap=overlap, fused_attention=fused, **on)
 
     def outcome(self, candidate: Candidate, topology: Topology) -> Outcome[Candidate]:
         """Traces a candidate's program, and returns the outcome."""

@@ -119,6 +119,13 @@ def test_fsdp_holds_less_than_zero_and_zero_less_than_data_parallelism():
         assert peaks == sorted(peaks)
 
 
+def test_gpus_hold_the_gradients_of_one_more_iteration():
+    program = scanned("full")
+    held = {p: step_memory(program, platform=p).peak for p in ("tpu", "gpu")}
+    complete = sum(4 * x.size for x in jax.tree.leaves(program.abstract_state.params))
+    assert held["tpu"] < held["gpu"] < held["tpu"] + complete / 2  # One of two layers.
+
+
 @pytest.mark.slow
 def test_what_is_recomputed_is_not_held():
     programs = [scanned(remat) for remat in ("full", "dots", "none")]

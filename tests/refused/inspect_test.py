@@ -284,8 +284,8 @@ REFUSED = [
             r"axes \['model'\] besides \('data',\), expected",
         ),
         (
-            lambda: step_memory(build(), platform="gpu"),
-            "step_memory: platform='gpu', expected one of",
+            lambda: step_memory(build(), platform="rocm"),
+            "step_memory: platform='rocm', expected one of",
         ),
     ),
     *rows(

@@ -150,13 +150,17 @@ def _attend_forward(
         return dot_product_attention(query, key, value, documents, window, "cudnn")
 
     out, pullback = jax.vjp(attend, query, key, value)
+    attended = checkpoint_name(out, ATTENDED)
 
     def named(x: jax.Array) -> jax.Array:
-        # The other residuals get no name, because the arguments exist anyway, and the mask is too
-        # large to save.
-        return checkpoint_name(x, ATTENDED) if x is out or x.ndim == 3 else x
+        # With a name of its own, the residual `out` would be saved a second time. The other
+        # residuals get no name, because the arguments exist anyway, and the mask is too large to
+        # save.
+        if x is out:
+            return attended
+        return checkpoint_name(x, ATTENDED) if x.ndim == 3 else x
 
-    return named(out), jax.tree.map(named, pullback)
+    return attended, jax.tree.map(named, pullback)
 
 
 def _attend_backward(window: int | None, pullback: Any, g: jax.Array) -> Any:

@@ -76,8 +76,13 @@ def trace_layout(
         config.data.batch_size //= repeats
     experiment = prepare_planned(config, devices=layout.num_devices, vocab_size=vocab_size)
     throughput = throughput_of(config, experiment.task)
-    overlap = config.parallel.overlap
-    work = read_work(experiment.program, throughput, fused_attention=True, overlap=overlap)
+    work = read_work(
+        experiment.program,
+        throughput,
+        fused_attention=True,
+        overlap=config.parallel.overlap,
+        platform=topology.chip.device.platform,
+    )
     if repeats > 1:
         examples = repeats * throughput.examples_per_step
         throughput = dataclasses.replace(throughput, examples_per_step=examples)
