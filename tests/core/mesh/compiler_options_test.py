@@ -1,4 +1,9 @@
+import importlib.metadata
+import json
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +18,16 @@ from manualpar.core.mesh.compiler_options import (
     keep_if_known,
 )
 from manualpar.planner.hardware import CHIPS
+from tests.paths import ROOT
 from tests.tiny import Classifier, loss_fn, make_batch
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.
 WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+H100 = "NVIDIA H100 80GB HBM3"
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+PIPELINED, COMBINED = "xla_gpu_enable_pipelined_all_gather", "_combine_threshold_bytes"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +50,8 @@ OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
         (V6E, [257], ""),
         ("TPU v4", [8], ""),
         ("cpu", [8], ""),
-        ("NVIDIA H100 80GB HBM3", [8], ""),
+        ("NVIDIA L40S", [8], ""),
+        ("NVIDIA H100 PCIe", [8], ""),
     ],
 )
 def test_options_follow_from_the_chip_and_the_rings(device_kind, rings, name):
@@ -65,12 +75,51 @@ def test_split_layers_take_the_options_where_they_pay():
     assert not choose_options(V5E, [4], ["model"]).options
 
 
+@pytest.mark.parametrize(
+    "device_kind",
+    [
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA A100-SXM4-80GB",
+        H100,
+        "NVIDIA H100 96GB HBM2e",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H200",
+        "NVIDIA B200",
+        "NVIDIA GB200",
+    ],
+)
+@pytest.mark.parametrize(
+    ("rings", "others", "is_pipelined"),
+    [
+        ([8], [], True),
+        ([128], [], True),
+        ([8], ["replica"], True),
+        ([129], [], False),
+        ([2], ["model"], False),
+        ([2], ["context"], False),
+        ([2], ["stage"], False),
+        ([4, 2], [], False),
+        ([2], ["replica", "model"], False),
+    ],
+)
+def test_gpus_get_the_scheduler_and_over_one_axis_also_pipelined_gathers(
+    device_kind, rings, others, is_pipelined
+):
+    chosen = choose_options(device_kind, rings, others)
+    assert chosen.options[SCHEDULER] is True
+    assert (PIPELINED in chosen.options) == is_pipelined
+    # Thresholds alone make a step slower than no options.
+    assert any(name.endswith(COMBINED) for name in chosen.options) == is_pipelined
+    assert device_kind in chosen.why
+    none = choose_options(device_kind, rings, others, overlap="none")
+    assert none == ChosenOptions(why="overlap is 'none'")
+
+
 def test_every_choice_is_of_chips_that_plans_know():
     for choice in CHOICES:
-        kinds = [
-            chip.device_kind for chip in CHIPS if re.fullmatch(choice.device_kind, chip.device_kind)
-        ]
-        assert len(kinds) == 1
+        chips = [chip for chip in CHIPS if re.fullmatch(choice.device_kind, chip.device_kind)]
+        assert {chip.is_tpu for chip in chips} == {"TPU" in choice.device_kind}
+        assert len(chips) == 1 or not chips[0].is_tpu
         assert choice.measured
 
 
@@ -137,6 +186,43 @@ def test_no_choice_has_what_a_compiler_calls_unsafe():
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
     }
     assert not any(pair <= choice.options.keys() for choice in CHOICES)
+
+
+def compile_for_gpu(capability, options):
+    """Compiles without a GPU in another process; returns the options kept, or the error's end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.core.mesh.compile_for_gpu", capability, json.dumps(options)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return done.stderr[-2000:] if done.returncode else json.loads(done.stdout)
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not any(importlib.metadata.distributions(name="jax-cuda12-pjrt")),
+    reason="jax-cuda12-pjrt, which has XLA's GPU compiler, is not installed",
+)
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
+@pytest.mark.parametrize(
+    "choice", [pytest.param(x, id=f"gpu-{x.most}") for x in CHOICES if "NVIDIA" in x.device_kind]
+)
+def test_the_gpu_compiler_takes_the_options_of_a_choice_together(choice, capability):
+    assert compile_for_gpu(capability, dict(choice.options)) == choice.options
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_a_value_that_the_gpu_compiler_refuses_shows():
+    refusal = compile_for_gpu("9.0", {SCHEDULER: "true"})
+    assert f"While setting option {SCHEDULER}, 'true' is not a valid bool value" in refusal
 
 
 def test_a_step_is_compiled_with_them(devices8):
