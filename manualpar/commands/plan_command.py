@@ -1,12 +1,11 @@
 """Runs the planner from a command line, prints its estimates and writes its files.
 
-With `--compiler=auto`, the default, XLA's TPU compiler compiles a step for TPUs if libtpu is
-installed. Its estimate is shown next to the roofline's estimate. `--compiler=tpu` requires the
-compiler, and `--compiler=none` uses only the roofline. GPU clusters have only the roofline.
+With `--compiler=auto`, the default, XLA's compiler for the topology's devices compiles the step if
+it is installed. Its estimate is shown next to the roofline's estimate. `--compiler=tpu` and
+`--compiler=gpu` require the compiler, and `--compiler=none` uses only the roofline.
 """
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,11 @@ from manualpar.planner.closed_form.layout_config import layout_flags, trace_layo
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.closed_form.layout_parameters import STRATEGIES
 from manualpar.planner.closed_form.layout_search import fastest_of_each_mesh, rank_layouts
+from manualpar.planner.compiler_worker import installed
 from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
+from manualpar.planner.gpu_compiler import PACKAGES as GPU_PACKAGES
+from manualpar.planner.gpu_compiler import compile_for_gpu
+from manualpar.planner.gpu_targets import GPU_TARGETS
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.plan_picture import draw_plans, draw_search
 from manualpar.planner.plan_report import (
@@ -45,6 +48,7 @@ from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import has_kernel, read_work
 from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, throughput_of
 from manualpar.planner.topology import parse_topology
+from manualpar.planner.tpu_compiler import PACKAGES as TPU_PACKAGES
 from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.planner.vocabulary import planned_task, prepare_planned
 from manualpar.strategies import strategy_kinds
@@ -57,10 +61,10 @@ DEFAULT_TOPOLOGY = "v5e:16x16"
 USAGE = """Estimates a config's communication, memory and time on devices that are not here.
 
 {program} [CONFIG] [--<field>=<value> ...] [--mesh=<axis>=<size>,...]
-    [--topology=v5p:8x8x4] [--compiler=auto|tpu|none] [--search]
+    [--topology=v5p:8x8x4] [--compiler=auto|tpu|gpu|none] [--search]
     [--device-mtbf-hours=50000] [--output=<folder>]
 """
-COMPILERS = ("auto", "tpu", "none")
+COMPILERS = ("auto", "tpu", "gpu", "none")
 Curves = Mapping[str, Sequence[tuple[int, StepEstimate]]]
 # Config field -> the value that the closed form of layouts assumes. A field may also be "".
 CLOSED_FORM: Mapping[str, Any] = {
@@ -89,12 +93,13 @@ TRACED = 1
 SEARCHES = ("search", "sweep", "layouts")
 FLAGS: Mapping[str, Flag] = {
     "topology": Flag(
-        "The devices to plan for, such as v5p:8x8x4, 2xv5e:16x16 (two slices) or h100:128.",
+        "The devices to plan for, such as v5p:8x8x4, 2xv5e:16x16 (two slices), h100:128 or "
+        "h100:2x4 (two nodes of four).",
         default=DEFAULT_TOPOLOGY,
     ),
     "compiler": Flag(
-        "Whether XLA's TPU compiler compiles the step for a TPU topology: auto (if libtpu is "
-        "installed), tpu (always) or none.",
+        "Whether XLA's compiler compiles the step for the topology: auto (if it is installed), tpu "
+        "or gpu (always) or none.",
         default="auto",
     ),
     "vocab_size": Flag(
@@ -147,10 +152,12 @@ def _refine(line: CommandLine) -> None:
         )
     with users_mistakes("--topology: "):
         flags.topology = parse_topology(flags.topology)
-    if flags.compiler == "tpu" and not flags.topology.chip.is_tpu:
+    kind = "tpu" if flags.topology.chip.is_tpu else "gpu"
+    if flags.compiler in ("tpu", "gpu") and flags.compiler != kind:
+        expected = "v5e:16x16" if flags.compiler == "tpu" else "h100:8"
         raise UsageError(
-            f"--compiler=tpu with --topology={flags.topology.name}: expected a TPU topology such "
-            "as v5e:16x16; GPU clusters are planned by the roofline, with --compiler=auto or none."
+            f"--compiler={flags.compiler} with --topology={flags.topology.name}: expected a "
+            f"{flags.compiler.upper()} topology such as {expected}, or --compiler={kind}."
         )
 
 
@@ -205,7 +212,8 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
         plans.append(estimate(work, topology))
     if wants_compiler:
         print_line(console, f"compiling for {topology.name}")
-        plans.insert(0, compile_for_tpu(config, topology, vocab_size=command.flags.vocab_size))
+        compile_for = compile_for_tpu if topology.chip.is_tpu else compile_for_gpu
+        plans.insert(0, compile_for(config, topology, vocab_size=command.flags.vocab_size))
     print_plans(console, plans)
     print_sources(console, topology.chip)
     results: dict[str, Any] = {"plans": [plan.to_json() for plan in plans]}
@@ -235,14 +243,19 @@ def _prepare(command: CommandLine) -> Experiment:
 
 
 def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool:
-    if command.flags.compiler != "auto" or not command.flags.topology.chip.is_tpu:
-        return command.flags.compiler == "tpu"
-    if importlib.util.find_spec("libtpu"):
+    flags = command.flags
+    if flags.compiler != "auto":
+        return flags.compiler != "none"
+    is_tpu = flags.topology.chip.is_tpu
+    packages, extra = (TPU_PACKAGES, "tpu") if is_tpu else (GPU_PACKAGES, "gpu")
+    if not is_tpu and flags.topology.chip.name not in GPU_TARGETS:
+        return False
+    if installed(packages):
         return True
     print_line(
         console,
-        "libtpu is not installed, so this is the roofline's estimate, without a compiler; "
-        "pip install 'manualpar[tpu-compiler]' adds it.",
+        f"{packages[0]} is not installed, so this is the roofline's estimate, without a compiler; "
+        f"pip install 'manualpar[{extra}-compiler]' adds it.",
     )
     return False
 

@@ -27,9 +27,9 @@ from manualpar.inspect.hlo import (
     Instruction,
     Instructions,
     array_bytes,
-    arrays,
     device_groups,
     parse_module,
+    sent_arrays,
     trip_count,
 )
 from manualpar.inspect.scope_parsing import (
@@ -46,11 +46,12 @@ KIND_OF_OPCODE: Mapping[str, Kind] = {
     "reduce-scatter": "reduce_scatter",
     "all-reduce": "all_reduce",
     "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
     "collective-permute": "permute",
 }
 
 # Collectives whose bytes are unknown: HLO does not contain them, or this module has no formula.
-UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "recv", "send"})
+UNKNOWN_OPCODES = frozenset({"collective-broadcast", "recv", "send"})
 
 # XLA:TPU's reduce-scatter is a fusion of an all-reduce and a slice. Its name has this prefix.
 SCATTER_FUSION = "all-reduce-scatter"
@@ -393,8 +394,7 @@ class Reading:
         if kind == "all_reduce" and any(name.startswith(SCATTER_FUSION) for name in by.called):
             kind = "reduce_scatter"
         size = max(map(len, device_groups(self.module, inner)), default=1)
-        operands = [array for name in inner.operands for array in arrays(where[name].shape)]
-        dtypes, shapes = zip(*operands, strict=True)
+        dtypes, shapes = zip(*sent_arrays(where, inner), strict=True)
         of_step: Any = {"times": self.times, "scope": inner.op_name, "name": by.name}
         found = CompiledCollective(kind, size, shapes, dtypes, **of_step)
         self.begin(key, by, inner, found)

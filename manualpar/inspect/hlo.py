@@ -138,6 +138,22 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) * int(bits[1]) // 8) if bits else 0
 
 
+def sent_arrays(
+    computation: Instructions, collective: Instruction
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns dtype and shape of each array that a device sends in a collective.
+
+    A ragged all-to-all has six operands. The first two are the rows and a buffer for the result,
+    and one of them is as large as the most rows that could arrive. The other one is returned, which
+    has the rows of a device. Data decide how many of the rows stay on the device; on average as
+    many as in an all-to-all.
+    """
+    operands = [arrays(computation[name].shape) for name in collective.operands]
+    if collective.opcode.startswith("ragged-all-to-all"):
+        return min(operands[:2], key=lambda operand: array_bytes(*operand[0]))
+    return [array for operand in operands for array in operand]
+
+
 def trip_count(module: HloModule, around: Instructions, loop: Instruction) -> int | None:
     """Returns how often the body of a `while` in the computation `around` runs.
 

@@ -1,25 +1,31 @@
-"""Estimates a step that XLA has compiled for TPUs.
+"""Estimates a step that XLA has compiled for TPUs or GPUs.
 
 The schedule, its collectives and the memory on a chip are read from the compiled program. The time
-is an estimate: the compiler estimates the cycles of compute, and the time of a collective follows
-from the bandwidth of the links.
+is an estimate: the compiler estimates the cycles of compute (for GPUs, see
+`manualpar.planner.gpu_costs`), and the time of a collective follows from the bandwidth of the
+links.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from manualpar.core.mesh.mesh_order import in_order
 from manualpar.core.summary import Summarized
 from manualpar.inspect.communication import summed
 from manualpar.inspect.compiled import CompiledCollective
+from manualpar.planner.gpu_costs import CLOCK, cudnn_seconds, gpu_cycles, of_gpus
 from manualpar.planner.hardware import Chip
 from manualpar.planner.kernels import Kernel, kernel_clock, kernel_efficiency
 from manualpar.planner.link_timeline import wire_by_links
 from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.plan import StepEstimate
-from manualpar.planner.timed_collectives import TimedCollective, planned_collectives
-from manualpar.planner.topology import Topology, ring_over
+from manualpar.planner.timed_collectives import (
+    TimedCollective,
+    network_of,
+    planned_collectives,
+)
+from manualpar.planner.topology import Ring, Topology, ring_over
 from manualpar.planner.tpu_timeline import (
     Timeline,
     on_all_links,
@@ -27,7 +33,8 @@ from manualpar.planner.tpu_timeline import (
 )
 from manualpar.training.monitoring.throughput import Throughput
 
-NUM_NOTED = 5
+NUM_NOTED, NUM_NOTED_HIDDEN = 5, 3
+Key = TypeVar("Key")
 MODEL = "Transformer"  # Flax begins every scope with the model's name.
 
 
@@ -35,14 +42,14 @@ MODEL = "Transformer"  # Flax begins every scope with the model's name.
 class CompiledStep(Summarized):
     """A training step as XLA has compiled it for a topology.
 
-    `facts` is the result of `manualpar.planner.tpu_worker`: name, mesh, sizes, and versions. If the
-    step fits, `facts["memory"]` has the bytes on a chip by `arguments`, `outputs`, `aliased`
+    `facts` is the result of `manualpar.planner.compiler_worker`: name, mesh, sizes, and versions.
+    If the step fits, `facts["memory"]` has the bytes on a chip by `arguments`, `outputs`, `aliased`
     (outputs in the place of arguments), `temporaries`, `code` and `peak`, and `text` is the
     program. Otherwise `facts["out_of_memory"]` is the compiler's message, and `text` is "".
     """
 
     topology: Topology
-    options: Mapping[str, str]
+    options: Mapping[str, str | bool]
     facts: Mapping[str, Any]
     text: str
 
@@ -60,7 +67,7 @@ def plan_of(step: CompiledStep) -> StepEstimate:
         "num_devices": topology.num_devices,
         "mesh": in_order(facts["mesh"], facts["order"]),
         "is_model": False,
-        "source": f"XLA's TPU compiler, libtpu {facts['libtpu']}",
+        "source": f"XLA's {'TPU' if chip.is_tpu else 'GPU'} compiler, {facts['compiler']}",
     }
     if "out_of_memory" in facts:
         message = read_out_of_memory(facts["out_of_memory"])
@@ -76,20 +83,22 @@ def plan_of(step: CompiledStep) -> StepEstimate:
             notes=message.sentences,
         )
     timeline = schedule_of(step)
+    memory = _memory(facts["memory"], facts["state"], holds_all_temporaries=not chip.is_tpu)
+    peak_bytes = sum(memory.values())
     plan = StepEstimate(
         **common,
         hbm_bytes=chip.hbm_bytes,
-        memory=_memory(facts["memory"], facts["state"]),
-        peak_bytes=facts["memory"]["peak"],
-        fits=True,
-        collectives=planned_collectives(
-            dataclasses.replace(x, network=chip.network.names[0]) for x in timeline.collectives
-        ),
+        memory=memory,
+        peak_bytes=peak_bytes,
+        fits=chip.is_tpu or peak_bytes <= chip.hbm_bytes,
+        collectives=planned_collectives(_on_networks(step, x) for x in timeline.collectives),
         compute_seconds=timeline.compute_seconds,
         exposed_seconds=timeline.exposed_seconds,
         overlapped_seconds=timeline.hidden_seconds,
         step_seconds=timeline.step_seconds,
-        step_seconds_by_links=schedule_of(step, by_links=True).step_seconds,
+        step_seconds_by_links=schedule_of(step, by_links=True).step_seconds
+        if chip.is_tpu
+        else None,
         assumptions=(*_assumptions(step), *_of_kernels(timeline, chip)),
         notes=tuple(_notes(timeline)),
     )
@@ -109,48 +118,79 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
 
     Args:
       step: The step; it must fit into the memory.
-      by_links: Whether every link is a separate resource, see `manualpar.planner.link_timeline`.
-        If not, each collective uses all links.
+      by_links: Whether every link of a torus is a separate resource, see
+        `manualpar.planner.link_timeline`. If not, each collective uses all links.
     """
-    topology, mesh, facts = step.topology, step.facts["mesh"], step.facts
-    ordered = in_order(mesh, facts["order"])
+    topology, chip, facts = step.topology, step.topology.chip, step.facts
 
     def wire_seconds(collective: CompiledCollective) -> float:
         if collective.group_size < 2:
             return 0.0
-        axes = collective.axes or tuple(axis for axis, size in mesh.items() if size > 1)
         sent = float(collective.bytes_sent) / collective.times
-        return ring_over(topology, ordered, axes).seconds(sent)
+        return _ring_of(step, collective).seconds(sent)
 
+    if not chip.is_tpu:
+        return read_timeline(
+            step.text,
+            facts["mesh"],
+            clock=CLOCK,
+            wire=on_all_links(wire_seconds),
+            kernel_seconds=cudnn_seconds(chip),
+            cycles=gpu_cycles(chip),
+        )
     return read_timeline(
         step.text,
-        mesh,
-        clock=topology.chip.clock,
+        facts["mesh"],
+        clock=chip.clock,
         wire=wire_by_links(topology, facts["places"], wire_seconds)
         if by_links
         else on_all_links(wire_seconds),
-        kernel_seconds=kernel_clock((Kernel(*x) for x in facts["kernels"]), topology.chip),
+        kernel_seconds=kernel_clock((Kernel(*x) for x in facts["kernels"]), chip),
     )
 
 
-def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, int]:
+def _ring_of(step: CompiledStep, collective: CompiledCollective) -> Ring:
+    mesh = step.facts["mesh"]
+    axes = collective.axes or tuple(axis for axis, size in mesh.items() if size > 1)
+    return ring_over(step.topology, in_order(mesh, step.facts["order"]), axes)
+
+
+def _on_networks(step: CompiledStep, timed: TimedCollective) -> TimedCollective:
+    """Adds the networks that a collective uses, and its bytes on the slow one."""
+    ring = _ring_of(step, timed.collective)
+    return dataclasses.replace(
+        timed,
+        network=network_of(step.topology, ring),
+        slow_bytes=ring.crossing_bytes(float(timed.collective.bytes_sent)),
+    )
+
+
+def _memory(
+    memory: Mapping[str, int], state: Mapping[str, int], *, holds_all_temporaries: bool
+) -> dict[str, int]:
     """Returns the bytes on a chip at the peak, by class.
 
     The bytes of the state follow from the layout. The other classes come from the compiler, which
-    pads arguments to complete tiles.
+    pads arguments to complete tiles on TPUs. A program for GPUs holds the memory of its temporaries
+    during the complete step.
     """
     outputs = memory["outputs"] - memory["aliased"]
+    temporaries = max(0, memory["peak"] - memory["arguments"] - outputs)
     return {
         **state,
         "other arguments": memory["arguments"] - sum(state.values()),
         "outputs": outputs,
-        "temporaries": max(0, memory["peak"] - memory["arguments"] - outputs),
+        "temporaries": memory["temporaries"] if holds_all_temporaries else temporaries,
     }
 
 
 def purpose_and_module(timed: TimedCollective) -> tuple[str, str]:
     """Returns the purpose and the module of a collective, as far as its scope names them."""
-    return timed.collective.purpose, timed.collective.module.removeprefix(f"{MODEL}/")
+    return timed.collective.purpose, _module(timed.collective.module)
+
+
+def _module(path: str) -> str:
+    return path.removeprefix(f"{MODEL}/")
 
 
 def _assumptions(step: CompiledStep) -> tuple[str, ...]:
@@ -158,21 +198,29 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
     options = ", ".join(f"{name}={value}" for name, value in step.options.items())
     why = step.facts["why_options"]
     return (
-        f"Compute takes the cycles that the compiler estimates, at {chip.clock / 1e9:g} GHz "
-        f"({chip.source}). The compiler estimates no cycles for collectives, nor for copies "
-        "between HBM and the chip's own memory. These copies count as 0 seconds.",
+        *(_of_tpus(chip) if chip.is_tpu else of_gpus(chip)),
         f"A collective sends its ring's bytes at {network.efficiency:.0%} of "
-        f"{network.bandwidth / 1e9:,.4g} GB/s a link and direction. It also takes "
-        f"{network.launch * 1e6:.0f} µs to start and {network.latency * 1e6:.0f} µs a hop. Only "
-        "one collective is sent at a time.",
-        "With each link by itself, a permutation occupies only the links on its way, first along "
-        "x, then y, then z. Permutations on different links run at the same time. Any other "
-        "collective takes as long as on all links, and occupies the links of the dimensions that "
-        "its devices span.",
+        f"{network.bandwidth / 1e9:,.4g} GB/s a {'link' if chip.is_tpu else 'device'} and "
+        f"direction. It also takes {network.launch * 1e6:.0f} µs to start and "
+        f"{network.latency * 1e6:.0f} µs a hop. Only one collective is sent at a time.",
         "An asynchronous collective runs at the same time as all compute between its start and the "
         "wait for its end, and neither slows the other down.",
         f"Compiled with {options or 'no options but the defaults'}{why and f' ({why})'}; the links "
-        f"of the mesh axes: {step.facts['links'] or 'one device'}.",
+        f"of the mesh axes: {step.facts['links'] or 'one node or one device'}.",
+    )
+
+
+def _of_tpus(chip: Chip) -> Iterator[str]:
+    yield (
+        f"Compute takes the cycles that the compiler estimates, at {chip.clock / 1e9:g} GHz "
+        f"({chip.source}). The compiler estimates no cycles for collectives, nor for copies "
+        "between HBM and the chip's own memory. These copies count as 0 seconds."
+    )
+    yield (
+        "With each link by itself, a permutation occupies only the links on its way, first along "
+        "x, then y, then z. Permutations on different links run at the same time. Any other "
+        "collective takes as long as on all links, and occupies the links of the dimensions that "
+        "its devices span."
     )
 
 
@@ -190,17 +238,31 @@ def _of_kernels(schedule: Timeline, chip: Chip) -> Iterator[str]:
         )
 
 
+def _longest(seconds: Mapping[Key, float], most: int) -> list[tuple[Key, float]]:
+    """Returns the entries with the most seconds, without those with none."""
+    some = [(key, value) for key, value in seconds.items() if value > 0]
+    return sorted(some, key=lambda item: -item[1])[:most]
+
+
 def _notes(schedule: Timeline) -> Iterator[str]:
-    """Yields sentences about the longest waits of the step, and about missing estimates."""
+    """Yields sentences about waits, hidden collectives, and missing estimates."""
     exposed = summed(
         ((x.collective.kind, *purpose_and_module(x)), x.seconds - x.hidden_seconds)
         for x in schedule.collectives
     )
-    longest = sorted(exposed.items(), key=lambda item: -item[1])[:NUM_NOTED]
-    for (kind, purpose, module), seconds in longest:
-        if seconds > 0:
-            where = module or "no module"
-            yield f"{seconds * 1e3:,.3g} ms of {kind} ({purpose}) of {where} are exposed."
+    hidden = summed(
+        ((x.collective.kind, *purpose_and_module(x), x.behind), x.hidden_seconds)
+        for x in schedule.collectives
+    )
+    for (kind, purpose, module), seconds in _longest(exposed, NUM_NOTED):
+        where = module or "no module"
+        yield f"{seconds * 1e3:,.3g} ms of {kind} ({purpose}) of {where} are exposed."
+    for (kind, purpose, module, behind), seconds in _longest(hidden, NUM_NOTED_HIDDEN):
+        where, computing = module or "no module", _module(behind) or "no module"
+        yield (
+            f"{seconds * 1e3:,.3g} ms of {kind} ({purpose}) of {where} are hidden, mostly behind "
+            f"{computing}."
+        )
     if schedule.unestimated:
         listed = ", ".join(f"{runs} x {name}" for name, runs in schedule.unestimated.items())
         yield f"The compiler has no estimate for these instructions; they count as 0: {listed}."

@@ -146,7 +146,7 @@ def read_work(
         raise ValueError(
             f"roofline: the program has mode={program.mode!r}, expected 'manual', because in other "
             "modes XLA chooses the collectives. Build the program with mode='manual' (in a config "
-            "config.parallel.mode), or compile it with --compiler=tpu."
+            "config.parallel.mode), or compile it with --compiler=tpu or gpu."
         )
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     jaxpr, around = traced.jaxpr.jaxpr, Around(spread=program.mesh.size)

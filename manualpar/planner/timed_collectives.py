@@ -50,6 +50,7 @@ class TimedCollective:
       hidden_seconds: The part of `seconds` that is hidden behind compute.
       cycles_between: The cycles of compute between the start of the collective and the wait for its
         end, in each run; `None` if the collective is not compiled.
+      behind: The module that computes longest in this time; "" if none does.
       is_doubled: Whether the collective sends twice its bytes, see `is_made_an_all_reduce`.
       share: The share of the collective's bytes that counts for one step; less than 1 in DiLoCo's
         outer steps. `seconds` and `slow_bytes` are this share already.
@@ -61,6 +62,7 @@ class TimedCollective:
     slow_bytes: float = 0.0
     hidden_seconds: float = 0.0
     cycles_between: int | None = None
+    behind: str = ""
     is_doubled: bool = False
     share: float = 1.0
 
@@ -158,11 +160,18 @@ class Clock(NamedTuple):
     def _links(self, axes: tuple[str, ...]) -> Links:
         topology = self.topology
         ring = ring_over(topology, self.work.mesh, axes)
-        fast, slow = topology.chip.network.names
-        network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
+        network = network_of(topology, ring)
         is_doubled = is_made_an_all_reduce(topology, ring)
         doubles_scatters = is_doubled and not _keeps_scatters(topology, ring, self.work.overlap)
         return Links(ring, network, doubles_scatters)
+
+
+def network_of(topology: Topology, ring: Ring) -> str:
+    """Returns the names of the networks that a ring runs on."""
+    fast, slow = topology.chip.network.names
+    if not ring.is_slow:
+        return fast
+    return slow if ring.inside == 1 else f"{fast}+{slow}"
 
 
 def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:

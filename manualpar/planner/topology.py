@@ -1,8 +1,9 @@
 """Topologies of devices, such as `v5p:8x8x4`, `2xv5e:16x16`, `h100:128`, and mesh axes on them.
 
 A topology is a chip and a shape. For TPUs the shape is the dimensions of a slice, in chips, and a
-prefix gives the number of slices. For GPUs the shape is the number of GPUs, in nodes of eight. Mesh
-axes are placed on the topology in the order in which they are given
+prefix gives the number of slices. For GPUs the shape is the number of GPUs, in nodes of eight, or
+the number of nodes and of GPUs in a node: `h100:16` and `h100:2x8` are the same GPUs. Mesh axes are
+placed on the topology in the order in which they are given
 (`manualpar.core.mesh.mesh_order.in_order`), the last axis on the fastest links.
 
 `ring_over` computes the speed of a ring over mesh axes. In a torus a mesh axis takes complete
@@ -23,7 +24,7 @@ from manualpar.core.mesh.mesh_order import sizes_across
 from manualpar.core.mesh.torus import closed_sides
 from manualpar.planner.hardware import Chip, Network, chip_named
 
-EXAMPLES = "such as v5p:8x8x4, 2xv5e:16x16 (two slices) or h100:128"
+EXAMPLES = "such as v5p:8x8x4, 2xv5e:16x16 (two slices), h100:128 or h100:2x4 (two nodes of four)"
 _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")
 
 
@@ -31,8 +32,8 @@ _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")
 class Topology:
     """Devices of one kind, and how the network joins them.
 
-    For TPUs `shape` has the dimensions of a slice, in chips. For GPUs it has the number of GPUs,
-    which form one slice.
+    For TPUs `shape` has the dimensions of a slice, in chips. For GPUs it has the number of GPUs, or
+    the number of nodes and of GPUs in a node. All nodes form one slice.
     """
 
     chip: Chip
@@ -137,12 +138,18 @@ def _problem(topology: Topology) -> str:
             f"has {len(shape)} dimensions, expected {network.dims} for {chip.name}, such as "
             f"{chip.name}:{'x'.join('4' * network.dims)}."
         )
-    if network.kind == "nodes" and (len(shape) != 1 or topology.num_slices > 1):
+    if network.kind == "nodes" and (len(shape) > 2 or topology.num_slices > 1):
         return (
-            f"has slices or several dimensions, expected a number of devices for {chip.name}, "
-            f"such as {chip.name}:{4 * network.node_size}."
+            f"has slices or three dimensions, expected a number of devices for {chip.name}, such "
+            f"as {chip.name}:{4 * network.node_size}, or nodes and devices of a node, such as "
+            f"{chip.name}:4x{network.node_size}."
         )
-    if network.kind == "nodes" and not _fills_nodes(network, shape[0]):
+    if network.kind == "nodes" and len(shape) == 2 and shape[1] > network.node_size:
+        return (
+            f"has {shape[1]} devices in a node, expected at most {network.node_size} of "
+            f"{chip.name}; the number of nodes comes first, as in {chip.name}:4x8."
+        )
+    if network.kind == "nodes" and len(shape) == 1 and not _fills_nodes(network, shape[0]):
         return (
             f"has {shape[0]} devices, expected a multiple of {network.node_size} (full nodes), or "
             "fewer devices than one node has."
@@ -189,6 +196,8 @@ def levels_of(topology: Topology) -> tuple[int, ...]:
     chip, network = topology.chip, topology.chip.network
     if network.kind == "torus":
         return (topology.num_slices, *topology.shape, chip.devices_per_chip)
+    if len(topology.shape) == 2:
+        return topology.shape
     inside = min(network.node_size, topology.shape[0])
     return (topology.shape[0] // inside, inside)
 

@@ -1,9 +1,10 @@
-"""Computes when each instruction and collective runs in a program that XLA compiled for a TPU.
+"""Computes when each instruction and collective runs in a program that XLA compiled for a chip.
 
 A chip runs one computation at a time, and a link carries one collective at a time, in the order in
 which they start; chip and links work at the same time. A collective uses all links, unless the
 caller names the links that it uses (`manualpar.planner.link_timeline`). An instruction computes for
-as many cycles as the compiler estimates. A collective is sent as soon as it has started and its
+as many cycles as the compiler for TPUs estimates, or as the caller estimates for a GPU
+(`manualpar.planner.gpu_costs`). A collective is sent as soon as it has started and its
 links are free. An instruction that waits for a collective stalls the chip until the collective has
 ended: this part of the collective's time is *exposed*, and the rest is hidden. Between the start of
 an *asynchronous* collective and the wait for its end, other instructions run, which can hide the
@@ -11,10 +12,10 @@ collective. An iteration of a loop begins with free links, because the iteration
 for all of its collectives. So only one iteration is followed, and its times are multiplied by the
 number of iterations.
 
-The compiler estimates no cycles for a collective. If an instruction computes a product and also a
-part of a collective, the compiler estimates only the product (`tests/planner/tpu_timeline_test.py`
-shows both). So all cycles are compute. The caller gives the time and the links of a collective, and
-the time of a kernel.
+The compiler for TPUs estimates no cycles for a collective. If an instruction computes a product and
+also a part of a collective, the compiler estimates only the product
+(`tests/planner/tpu_timeline_test.py` shows both). So all cycles are compute. The caller gives the
+time and the links of a collective, and the time of a kernel.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ from manualpar.inspect.hlo import (
     parse_module,
     scope_of,
 )
+from manualpar.inspect.scope_parsing import compiled_scopes, module_of
 from manualpar.planner.kernels import kernel_name
 from manualpar.planner.timed_collectives import TimedCollective
 
@@ -49,6 +51,8 @@ tuple copy-start copy-done slice-start slice-done
 FREE_OPCODES = frozenset(_FREE_WORDS.split())
 MIN_NOTED_BYTES = 2**20  # Smaller instructions without an estimate are not noted.
 ALL_LINKS = "all links"
+# XLA:GPU writes a start and a done also for a collective that it runs synchronously.
+SYNCHRONOUS = '"is_sync":true'
 
 
 class KernelRuns(NamedTuple):
@@ -98,6 +102,9 @@ WireSeconds = Callable[[CompiledCollective], float]
 # Arguments: a collective, the instruction that names its devices, and the groups of devices.
 # Results: the links that the collective occupies, and for how many seconds.
 SendModel = Callable[[CompiledCollective, Instruction, Groups], tuple[Collection[Hashable], float]]
+# Arguments: the module, a computation, and an instruction of the computation.
+# Result: the cycles of the instruction; `None` if there is no estimate.
+Cycles = Callable[[HloModule, Instructions, Instruction], int | None]
 # Arguments: an instruction without cycles, and the computation that contains the instruction.
 # Result: the seconds; `None` if the instruction runs no known kernel.
 KernelSeconds = Callable[[Instruction, Instructions], float | None]
@@ -115,8 +122,9 @@ def read_timeline(
     clock: float,
     wire: SendModel,
     kernel_seconds: KernelSeconds | None = None,
+    cycles: Cycles = lambda _module, _computation, instruction: instruction.cycles,
 ) -> Timeline:
-    """Computes the timeline of a program that was compiled for a TPU.
+    """Computes the timeline of a program that was compiled for TPUs or GPUs.
 
     Args:
       text: The `as_text()` of the compiled program.
@@ -124,6 +132,8 @@ def read_timeline(
       clock: Cycles per second.
       wire: Returns the links that one run of a collective occupies, and the seconds.
       kernel_seconds: Returns the seconds of a kernel, because the compiler estimates none.
+      cycles: Returns the cycles of an instruction; by default the estimate of XLA's compiler for
+        TPUs.
 
     Returns:
       The program's timeline. A conditional takes the branch that computes most (if equal, the
@@ -137,7 +147,7 @@ def read_timeline(
     if not header.startswith("HloModule") or "is_scheduled=true" not in header:
         raise ValueError(
             f"read_timeline: the text begins with {header[:60]!r}, expected a scheduled HloModule. "
-            "Pass jax.jit(f).lower(*args).compile().as_text(), compiled for TPU devices."
+            "Pass jax.jit(f).lower(*args).compile().as_text(), compiled for TPUs or GPUs."
         )
 
     timed: Any = {
@@ -145,6 +155,7 @@ def read_timeline(
         "clock": clock,
         "wire": wire,
         "kernel_seconds": kernel_seconds or (lambda _, __: None),
+        "cycles": cycles,
     }
     module = _TimedModule(**vars(parse_module(text)), **timed)
     block = _Block(module, module.entry, 1)
@@ -172,14 +183,15 @@ class _TimedModule(HloModule):
     clock: float
     wire: SendModel
     kernel_seconds: KernelSeconds
+    cycles: Cycles
 
 
 class _Begun(NamedTuple):
-    """A collective that is being sent, the time of its end, and the cycles at its start."""
+    """A collective that is being sent, the time of its end, and each module's cycles before it."""
 
     collective: TimedCollective
     ends: float
-    cycles: int
+    cycles: Counter[str]
 
 
 class _Block(Reading):
@@ -201,7 +213,8 @@ class _Block(Reading):
         links_free: Mapping[Hashable, float] | None = None,
         **ticks: Any,
     ) -> None:
-        self.now, self.cycles, self.num_carried, self.exposed_seconds = now, 0, 0, 0.0
+        self.now, self.num_carried, self.exposed_seconds = now, 0, 0.0
+        self.cycles_of: Counter[str] = Counter()  # By module.
         self.links_free = dict(links_free or {})
         self.kernels: list[KernelRuns] = []
         self.unestimated: Counter[str] = Counter()
@@ -209,6 +222,11 @@ class _Block(Reading):
         self.num_carried += len(self.begun)
         for key in list(self.begun):
             self.wait(key)
+
+    @property
+    def cycles(self) -> int:
+        """The cycles of all compute."""
+        return self.cycles_of.total()
 
     @property
     def cost(self) -> tuple[int, Fraction]:
@@ -221,7 +239,8 @@ class _Block(Reading):
         super().add(inner)
         # A call ends when all of its collectives have ended.
         self.now = inner.now if turns is None else self.now + float(turns) * inner.now
-        self.cycles += inner.cycles if turns is None else round(turns * inner.cycles)
+        for module, cycles in inner.cycles_of.items():
+            self.cycles_of[module] += cycles if turns is None else round(turns * cycles)
         self.exposed_seconds += inner.exposed_seconds
         self.kernels += inner.kernels
         self.unestimated += inner.unestimated
@@ -245,8 +264,10 @@ class _Block(Reading):
         starts = max([self.now, *(self.links_free.get(link, 0.0) for link in links)])
         self.links_free |= dict.fromkeys(links, starts + seconds)
         timed = TimedCollective(collective, seconds * self.times, cycles_between=0)
-        self.begun[key] = _Begun(timed, starts + seconds, self.cycles)
+        self.begun[key] = _Begun(timed, starts + seconds, self.cycles_of.copy())
         self.collectives.append(timed)
+        if SYNCHRONOUS in by.attributes:
+            self.wait(key)
 
     def wait(self, key: str) -> None:
         if begun := self.begun.pop(key, None):
@@ -254,25 +275,29 @@ class _Block(Reading):
             self.now += late
             exposed, timed = self.times * late, begun.collective
             self.exposed_seconds += exposed
-            timed.cycles_between = self.cycles - begun.cycles
+            between = self.cycles_of - begun.cycles
+            timed.cycles_between = between.total()
+            timed.behind = max(between, key=lambda module: between[module], default="")
             is_hidden = exposed <= timed.seconds * (1 - 1e-9)  # Rounding hides nothing.
             timed.hidden_seconds = timed.seconds - exposed if is_hidden else 0.0
 
     def compute(self, instruction: Instruction) -> None:
         """Advances the clock by an instruction; notes an instruction whose time is unknown."""
-        if instruction.cycles is not None:
-            self.pass_cycles(instruction.cycles)
+        cycles = self.module.cycles(self.module, self.computation, instruction)
+        if cycles is not None:
+            self.pass_cycles(cycles, instruction)
         elif (seconds := self.module.kernel_seconds(instruction, self.computation)) is not None:
             self.kernels.append(
                 KernelRuns(kernel_name(instruction), self.times, self.times * seconds)
             )
-            self.pass_cycles(round(seconds * self.module.clock))
+            self.pass_cycles(round(seconds * self.module.clock), instruction)
         elif instruction.opcode not in FREE_OPCODES:
             size = sum(array_bytes(*array) for array in arrays(instruction.shape))
             if size >= MIN_NOTED_BYTES:
                 self.unestimated[f"{instruction.opcode} {instruction.target}".strip()] += self.times
 
-    def pass_cycles(self, cycles: int) -> None:
-        """Advances the clock by some cycles of compute."""
-        self.cycles += cycles
+    def pass_cycles(self, cycles: int, instruction: Instruction) -> None:
+        """Advances the clock by an instruction's cycles of compute."""
+        scope = next(iter(compiled_scopes(instruction.op_name)), "")
+        self.cycles_of[module_of(scope)] += cycles
         self.now += cycles / self.module.clock

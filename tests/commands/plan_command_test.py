@@ -1,7 +1,6 @@
 """The planner's command, from its arguments to what it leaves behind."""
 
 import functools
-import importlib.util
 import json
 import re
 import sys
@@ -176,23 +175,22 @@ def test_a_batch_that_does_not_divide_is_one_line(capsys):
     assert not Path("runs").exists()
 
 
-def test_a_tpu_without_libtpu_gets_the_model_and_a_hint(capsys, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "libtpu" else find_spec(name)
-    )
-    assert plan_command(_command(CLASSIFIER, "--topology=v5e:2x4")) == 0
-    assert "pip install 'manualpar[tpu-compiler]'" in capsys.readouterr().out
+@pytest.mark.parametrize(("topology", "extra"), [("v5e:2x4", "tpu"), ("h100:8", "gpu")])
+def test_without_the_compiler_there_is_the_model_and_a_hint(topology, extra, capsys, monkeypatch):
+    monkeypatch.setattr(planner_command, "installed", lambda packages: "")
+    assert plan_command(_command(CLASSIFIER, f"--topology={topology}")) == 0
+    assert f"pip install 'manualpar[{extra}-compiler]'" in capsys.readouterr().out
 
 
-def test_what_the_compiler_says_stands_beside_the_model(monkeypatch):
+@pytest.mark.parametrize(("compiler", "topology"), [("tpu", "v5e:2x4"), ("gpu", "h100:2x4")])
+def test_what_the_compiler_says_stands_beside_the_model(compiler, topology, monkeypatch):
     asked = {}
 
-    def compile_for_tpu(config, topology, *, vocab_size):
-        asked.update(topology=topology.name, vocab_size=vocab_size)
+    def compile_for_it(config, planned, *, vocab_size):
+        asked.update(topology=planned.name, vocab_size=vocab_size)
         return StepEstimate(
             name="fsdp manual",
-            topology=topology.name,
+            topology=planned.name,
             num_devices=8,
             mesh={"data": 8},
             is_model=False,
@@ -203,10 +201,10 @@ def test_what_the_compiler_says_stands_beside_the_model(monkeypatch):
             fits=True,
         )
 
-    monkeypatch.setattr(planner_command, "compile_for_tpu", compile_for_tpu)
-    arguments = (*SMALL, "--topology=v5e:2x4", "--compiler=tpu", "--vocab_size=300")
-    assert plan_command(_command(*arguments, "--workdir=here")) == 0
-    assert asked == {"topology": "v5e:2x4", "vocab_size": 300}
+    monkeypatch.setattr(planner_command, f"compile_for_{compiler}", compile_for_it)
+    arguments = (f"--topology={topology}", f"--compiler={compiler}", "--vocab_size=300")
+    assert plan_command(_command(*SMALL, *arguments, "--workdir=here")) == 0
+    assert asked == {"topology": topology, "vocab_size": 300}
     first, second = json.loads(Path("here/plan.json").read_text())["plans"]
     assert (first["source"], second["source"]) == ("XLA", "roofline")
     assert first["step_seconds"] is None

@@ -1,4 +1,4 @@
-"""A worker of the TPU compiler that answers as a test says."""
+"""A worker of a compiler that answers as a test says."""
 
 import json
 import subprocess
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from manualpar.planner import tpu_compiler
-from manualpar.planner.tpu_worker import PROGRAM, RESULT
+from manualpar.planner import compiler_process
+from manualpar.planner.compiler_worker import PROGRAM, RESULT
 
 FACTS = {
-    "libtpu": "0.0.42",
+    "compiler": "libtpu 0.0.42",
     "num_devices": 16,
     "name": "fsdp manual",
     "mesh": {"data": 16},
@@ -42,4 +42,4 @@ def answer(monkeypatch: pytest.MonkeyPatch, result: dict[str, Any] | None, **mor
         stderr.write(more.get("stderr", ""))
         return subprocess.CompletedProcess(command, more.get("returncode", 0))
 
-    monkeypatch.setattr(tpu_compiler.subprocess, "run", run)
+    monkeypatch.setattr(compiler_process.subprocess, "run", run)

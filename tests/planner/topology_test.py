@@ -21,7 +21,13 @@ GB = 1e9
 
 @pytest.mark.parametrize(
     ("name", "devices", "slices"),
-    [("v5p:8x8x4", 256, 1), ("2xv5e:16x16", 512, 2), ("h100:128", 128, 1), ("tpu7x:2x2x1", 8, 1)],
+    [
+        ("v5p:8x8x4", 256, 1),
+        ("2xv5e:16x16", 512, 2),
+        ("h100:128", 128, 1),
+        ("h100:2x4", 8, 1),
+        ("tpu7x:2x2x1", 8, 1),
+    ],
 )
 def test_a_name_is_understood(name, devices, slices):
     topology = parse_topology(name)

@@ -8,10 +8,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
+from manualpar.planner.compiler_process import CompilerError
+from manualpar.planner.compiler_worker import is_out_of_hbm
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import kernel_efficiency
-from manualpar.planner.tpu_compiler import TpuCompilerError, compile_for_tpu, compile_step
-from manualpar.planner.tpu_worker import is_out_of_hbm
+from manualpar.planner.tpu_compiler import compile_for_tpu, compile_step
 from manualpar.training.config import load_config
 from tests.paths import ROOT
 from tests.planner.fake_worker import FACTS, answer
@@ -38,7 +39,7 @@ def config() -> ConfigDict:
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed here, so nothing is missing")
 def test_missing_library_is_one_sentence_with_the_command(config: ConfigDict) -> None:
-    with pytest.raises(TpuCompilerError) as caught:
+    with pytest.raises(CompilerError) as caught:
         compile_for_tpu(config, "v5e:4x4")
     message = str(caught.value)
     assert message.endswith('install it with: pip install "manualpar[tpu-compiler]"')
@@ -183,7 +184,7 @@ def test_step_is_compiled_for_a_topology(config: ConfigDict) -> None:
 def test_library_refuses_in_the_words_that_are_looked_for(
     config: ConfigDict, topology: str, options: dict[str, str], sentence: str
 ) -> None:
-    with pytest.raises(TpuCompilerError, match=sentence):
+    with pytest.raises(CompilerError, match=sentence):
         compile_for_tpu(config, topology, options=options)
 
 

@@ -321,8 +321,8 @@ ENTRY %main (z: f32[4]) -> f32[4] {
 
 
 def test_what_sends_an_unknown_amount_is_refused() -> None:
-    text = PAIR.replace("f32[4] negate(%x)", "f32[4] ragged-all-to-all(%x)")
-    with pytest.raises(ValueError, match=r"read_timeline: .* contains ragged-all-to-all"):
+    text = PAIR.replace("f32[4] negate(%x)", "f32[4] collective-broadcast(%x)")
+    with pytest.raises(ValueError, match=r"read_timeline: .* contains collective-broadcast"):
         read(text, {"data": 2})
     # Nobody knows how long a host takes, so what it is sent is refused here too.
     text = PAIR.replace("f32[4] negate(%x)", "f32[4] send(%x), is_host_transfer=true")

@@ -1,4 +1,4 @@
-"""Mistakes in the planner's inputs, and unexpected results of the TPU compiler."""
+"""Mistakes in the planner's inputs, and unexpected results of the compilers."""
 
 import functools
 import signal
@@ -9,17 +9,19 @@ from ml_collections import ConfigDict
 
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_estimate import estimate_layout
+from manualpar.planner.compiler_process import CompilerError
 from manualpar.planner.goodput import (
     CheckpointCosts,
     goodput,
     longest_recovery,
     mean_time_between_failures,
 )
+from manualpar.planner.gpu_compiler import compile_for_gpu
 from manualpar.planner.hardware import CHIPS, chip_named
 from manualpar.planner.step_work import read_work
 from manualpar.planner.sweep import Builder, sweep
 from manualpar.planner.topology import parse_topology, place_axes
-from manualpar.planner.tpu_compiler import TpuCompilerError, compile_for_tpu
+from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.planner.tpu_timeline import on_all_links, read_timeline
 from manualpar.planner.vocabulary import prepare_planned
 from manualpar.training.config import load_config
@@ -63,6 +65,14 @@ def compile_with(arguments):
         compile_for_tpu(small_config("fsdp_lm.py").lock(), "v5e:4x4")
 
 
+def compile_for_h100(arguments):
+    """Calls `compile_for_gpu` with a fake compiler that returns the result of a row."""
+    result, more = arguments
+    with pytest.MonkeyPatch.context() as patch:
+        answer(patch, result, **more)
+        compile_for_gpu(small_config("fsdp_lm.py").lock(), "h100:2x8")
+
+
 def failed(error, *, kind="JaxRuntimeError", stage="compile", **more):
     return {"stage": stage, "type": kind, "error": error}, more
 
@@ -84,8 +94,9 @@ REFUSED = [
             ("v5e:0x8", "has a size of 0"),
             ("0xv5e:8x8", "has a size of 0"),
             ("v5e:32x32", "has 1024 devices in a slice, expected at most 256"),
-            ("h100:8x8", "expected a number of devices for h100, such as h100:32"),
+            ("h100:2x2x8", "expected a number of devices for h100, such as h100:32, or nodes"),
             ("2xh100:8", "expected a number of devices for h100"),
+            ("h100:8x16", "has 16 devices in a node, expected at most 8 of h100"),
             ("h100:12", "expected a multiple of 8 (full nodes), or fewer devices than one node"),
         ),
     ),
@@ -147,7 +158,12 @@ REFUSED = [
     *rows(
         "GPUs",
         functools.partial(compile_for_tpu, small_config("fsdp_lm.py").lock()),
-        ("h100:8", TpuCompilerError, "expected TPUs"),
+        ("h100:8", CompilerError, "expected TPUs"),
+    ),
+    *rows(
+        "TPUs",
+        functools.partial(compile_for_gpu, small_config("fsdp_lm.py").lock()),
+        ("v5e:2x2", CompilerError, "is of v5e, expected one of a100, h100, h200, b200"),
     ),
     *rows(
         "compiler",
@@ -178,7 +194,28 @@ REFUSED = [
             ((FACTS, {"returncode": -signal.SIGKILL}), "ended with signal SIGKILL"),
             ((None, {"is_slow": True}), "has not finished after 1,800 seconds for v5e:4x4"),
             ((FACTS | {"num_devices": 8, "memory": {}}, {}), "for 8 devices, expected 16"),
-            error=TpuCompilerError,
+            error=CompilerError,
+        ),
+    ),
+    *rows(
+        "GPU compiler",
+        compile_for_h100,
+        *cases(
+            (
+                failed("no package", kind="ModuleNotFoundError", stage="library"),
+                r"^jax-cuda12-pjrt, .* install it with: pip install \"manualpar\[gpu-compiler\]\"$",
+            ),
+            (failed("parse\nerror", stage="topology"), "description of h100:2x8 .parse error"),
+            (
+                failed("INVALID_ARGUMENT: No such compile option: 'xla_a'"),
+                "the GPU compiler does not know the option 'xla_a'; .* as `jax-cuda12-pjrt` spells",
+            ),
+            (
+                failed("While setting option xla_b, 'true' is not a valid bool value."),
+                "refuses an option .*; write True or False",
+            ),
+            (failed("INTERNAL: a\nb"), "the GPU compiler failed for h100:2x8: INTERNAL: a b"),
+            error=CompilerError,
         ),
     ),
 ]

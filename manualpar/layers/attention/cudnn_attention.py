@@ -13,6 +13,7 @@ head.
 """
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -25,20 +26,18 @@ from manualpar.layers.boundaries import platform_traced_for
 # The lowest major compute capability of a GPU that runs the kernel, and the lowest that runs the
 # kernel with heads of more than 128 features.
 FIRST, LARGE = 8, 9
+# The compute capability by kind of GPU (the beginning of `jax.Device.device_kind`).
+CAPABILITIES = {r"NVIDIA A100": "8.0", r"NVIDIA G?H[12]00": "9.0", r"NVIDIA G?B200": "10.0"}
 
 
 def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) -> str | None:
-    """Returns why the kernel cannot run on these arrays on this process's GPU, or `None`.
-
-    The function examines the GPU of this process, because JAX can trace the kernel only on a
-    machine with cuDNN.
-    """
-    platform, backend = platform_traced_for(), jax.default_backend()
-    if platform not in ("gpu", None) or backend != "gpu":
-        return (
-            f"the devices are {backend if platform in ('gpu', None) else platform}s, no NVIDIA GPUs"
-        )
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    """Returns why the kernel cannot run on these arrays on the program's GPUs, or `None`."""
+    platform = platform_traced_for()
+    if platform is None:
+        platform = jax.default_backend()
+    if platform != "gpu":
+        return f"the devices are {platform}s, no NVIDIA GPUs"
+    capability = compute_capability()
     major = capability.partition(".")[0]
     if not major.isdecimal() or int(major) < FIRST:
         return f"the compute capability of the GPU is {capability!r}, not {FIRST}.0 or more"
@@ -51,6 +50,19 @@ def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) 
     if documents is not None and query.shape[1] % 2:
         return f"the length is {query.shape[1]}, which with documents must be even"
     return None
+
+
+def compute_capability() -> str:
+    """Returns the compute capability of the GPUs for which the code is traced; "" if unknown.
+
+    A program may be compiled for GPUs that are not here, so the kind of the mesh's devices decides
+    (`CAPABILITIES`). Other GPUs are the GPUs of this process.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
+    if known := [CAPABILITIES[name] for name in CAPABILITIES if re.match(name, kind)]:
+        return known[0]
+    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
 
 
 def cudnn_attention(

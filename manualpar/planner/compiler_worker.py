@@ -1,18 +1,20 @@
-"""Compiles a training step for a TPU topology, in a separate process.
+"""Compiles a training step for TPUs or GPUs that are not here, in a separate process.
 
-    python -m manualpar.planner.tpu_worker FOLDER
+    python -m manualpar.planner.compiler_worker FOLDER
 
 The worker reads `request.json` in the folder, and writes the program's text to `program.txt` and
-everything else, also errors, to `result.json`. `manualpar.planner.tpu_compiler` starts the worker,
-with the environment variables that libtpu needs on a machine without a TPU. The worker is a
-separate process because these variables would keep a training process from looking for a TPU, and
-because a crash in libtpu ends the process.
+everything else, also errors, to `result.json`. `manualpar.planner.compiler_process` starts the
+worker, with the environment variables that the compiler needs on a machine without the devices. The
+worker is a separate process because these variables would keep a training process from looking for
+its devices, and because a crash in the compiler ends the process.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ REQUEST, RESULT, PROGRAM = "request.json", "result.json", "program.txt"
 # The stages of the worker. The result names the stage in which an error occurred, so that the
 # parent process can choose its message.
 LIBRARY, TOPOLOGY, PREPARE, COMPILE = "library", "topology", "prepare", "compile"
-LIBTPU = "libtpu"
 MEMORY = {
     "arguments": "argument_size_in_bytes",
     "outputs": "output_size_in_bytes",
@@ -57,12 +58,11 @@ def main(folder: Path) -> int:
 
 def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[str, Any]:
     """Builds, lowers and compiles the step; `stage[0]` names the current stage."""
-    version = importlib.metadata.version(LIBTPU)
+    compiler = installed(request["packages"])
+    if not compiler:
+        raise ModuleNotFoundError(f"no package {' or '.join(request['packages'])}")
     stage[0] = TOPOLOGY
-    options = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
-    if request["single_chip"]:
-        options["chips_per_host_bounds"] = (1, 1, 1)
-    topology = topologies.get_topology_desc(request["topology"], "tpu", **options)
+    topology = topologies.get_topology_desc(**_tuples(request["topology"]))
     devices: list[Any] = list(topology.devices)
     stage[0] = PREPARE
     config = ml_collections.ConfigDict(_tuples(request["config"])).lock()
@@ -74,13 +74,14 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     lowered = traced.lower()
     stage[0] = COMPILE
     facts = {
-        "libtpu": version,
+        "compiler": compiler,
         "num_devices": len(devices),
         "kernels": list({kernel.key: kernel for kernel in kernels_in(traced.jaxpr.jaxpr)}.values()),
         **_facts(experiment),
     }
     try:
-        compiled = lowered.compile(compiler_options=request["options"] or None)
+        options = request["diagnostics"] | request["options"]
+        compiled = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_hbm(str(error)):
             raise
@@ -88,6 +89,14 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     memory = compiled.memory_analysis()
     (folder / PROGRAM).write_text(compiled.as_text() or "", encoding="utf-8")
     return facts | {"memory": {name: int(getattr(memory, field)) for name, field in MEMORY.items()}}
+
+
+def installed(packages: Sequence[str]) -> str:
+    """Returns the first installed package with its version, such as `libtpu 0.0.42`; "" if none."""
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{name} {importlib.metadata.version(name)}"
+    return ""
 
 
 def is_out_of_hbm(message: str) -> bool:

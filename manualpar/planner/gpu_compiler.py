@@ -1,0 +1,118 @@
+"""Compiles a config's step for GPUs that are not here, with XLA's compiler for GPUs.
+
+The compiler is in the wheel of JAX's CUDA plugin, and needs no GPU, no driver and no other library
+of NVIDIA: a description of the chip replaces the GPU (`manualpar.planner.gpu_targets`).
+`manualpar.planner.compiler_process` runs the compiler.
+
+JAX asks cuDNN for its version before it traces cuDNN's attention. In the worker, a module with the
+version of the described GPU's cuDNN answers. The kernels stay calls to cuDNN in the compiled
+program, so cuDNN is not needed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from manualpar.planner import compiler_worker as worker
+from manualpar.planner.compiled_plan import CompiledStep, plan_of
+from manualpar.planner.compiler_process import Compiler, CompilerError, run_compiler
+from manualpar.planner.gpu_targets import CUDNN, GPU_TARGETS, describe_target
+from manualpar.planner.plan import StepEstimate
+from manualpar.planner.topology import Topology, levels_of, parse_topology
+
+PACKAGES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
+INSTALL = 'pip install "manualpar[gpu-compiler]"'
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
+# The package that JAX asks first for versions of CUDA's libraries.
+_VERSIONS = "jax_cuda13_plugin"
+_COSTS = "xla_gpu_collect_cost_model_stats"
+
+
+def compile_for_gpu(
+    config: ml_collections.ConfigDict,
+    topology: Topology | str,
+    *,
+    options: Mapping[str, str | bool] | None = None,
+    vocab_size: int = 0,
+) -> StepEstimate:
+    """Compiles a config's training step for a topology of GPUs and estimates it.
+
+    Args:
+      config: A training config.
+      topology: The topology, or its name, such as `"h100:8"` or `"h100:2x8"`.
+      options: Additional compiler options, which override the options that
+        `config.parallel.overlap` chooses; see `manualpar.core.mesh.compiler_options`. The compiler
+        takes `True` for an option that is a switch, and refuses `"true"`.
+      vocab_size: The tokens of a language model's vocabulary; 0 for the vocabulary of its data.
+
+    Raises:
+      ValueError: The config contradicts itself or does not fit the topology.
+      CompilerError: The compiler is not installed, has no description of the chip, does not know
+        an option, crashes, or takes too long.
+    """
+    return plan_of(compile_step(config, topology, options=options, vocab_size=vocab_size))
+
+
+def compile_step(
+    config: ml_collections.ConfigDict,
+    topology: Topology | str,
+    *,
+    options: Mapping[str, str | bool] | None = None,
+    vocab_size: int = 0,
+) -> CompiledStep:
+    """Compiles a config's training step for a topology; see `compile_for_gpu`."""
+    if isinstance(topology, str):
+        topology = parse_topology(topology)
+    if topology.chip.name not in GPU_TARGETS:
+        raise CompilerError(
+            f"topology {topology.name!r} is of {topology.chip.name}, expected one of "
+            f"{', '.join(GPU_TARGETS)}, because XLA's GPU compiler needs a description of the "
+            "chip. Use the roofline's estimate, or for TPUs "
+            "manualpar.planner.tpu_compiler.compile_for_tpu."
+        )
+    return run_compiler(_COMPILER, config, topology, options=options, vocab_size=vocab_size)
+
+
+def _describe(topology: Topology) -> dict[str, Any]:
+    nodes, inside = levels_of(topology)
+    target = describe_target(topology.chip, GPU_TARGETS[topology.chip.name])
+    return {"platform": "cuda", "topology": f"1x{nodes}x{inside}", "target_config": target}
+
+
+def _diagnose(topology: Topology) -> dict[str, Any]:
+    """Asks for estimates of times; for a chip without rates XLA would fail."""
+    return {_COSTS: True} if GPU_TARGETS[topology.chip.name].has_costs else {}
+
+
+def _explain(facts: Mapping[str, str], topology: Topology) -> str:
+    """Turns an exception in the worker into a sentence."""
+    stage, error = facts["stage"], " ".join(facts["error"].split())
+    if stage == worker.LIBRARY:
+        return (
+            f"{PACKAGES[0]}, which has the GPU compiler, cannot be used here ({facts['type']}: "
+            f"{error}); install it with: {INSTALL}"
+        )
+    if stage == worker.TOPOLOGY:
+        return (
+            f"the GPU compiler does not take the description of {topology.name} ({error[:300]}); "
+            f"expected {PACKAGES[0]} of the same version as jaxlib: {INSTALL}"
+        )
+    if "is not a valid bool value" in error:
+        return f"the GPU compiler refuses an option ({error[:300]}); write True or False."
+    return f"the GPU compiler failed for {topology.name}: {error[:500]}"
+
+
+_COMPILER = Compiler(
+    "GPU",
+    PACKAGES,
+    ENVIRONMENT,
+    _describe,
+    _explain,
+    files={
+        f"{_VERSIONS}/__init__.py": "",
+        f"{_VERSIONS}/_versions.py": "def cudnn_get_version():\n"
+        f"    return {CUDNN[0] * 10_000 + CUDNN[1] * 100 + CUDNN[2]}\n",
+    },
+    diagnostics=_diagnose,
+)
