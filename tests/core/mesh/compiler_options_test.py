@@ -17,6 +17,8 @@ from manualpar.core.mesh.compiler_options import (
     choose_options,
     keep_if_known,
 )
+from manualpar.planner.gpu_compiler import INSTALL, PACKAGES
+from manualpar.planner.gpu_targets import GPU_TARGETS
 from manualpar.planner.hardware import CHIPS
 from tests.paths import ROOT
 from tests.tiny import Classifier, loss_fn, make_batch
@@ -188,10 +190,10 @@ def test_no_choice_has_what_a_compiler_calls_unsafe():
     assert not any(pair <= choice.options.keys() for choice in CHOICES)
 
 
-def compile_for_gpu(capability, options):
+def compile_for_gpu(chip, options):
     """Compiles without a GPU in another process; returns the options kept, or the error's end."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.core.mesh.compile_for_gpu", capability, json.dumps(options)],
+        [sys.executable, "-m", "tests.core.mesh.compile_for_gpu", chip, json.dumps(options)],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         capture_output=True,
@@ -203,25 +205,25 @@ def compile_for_gpu(capability, options):
 
 
 needs_gpu_compiler = pytest.mark.skipif(
-    not any(importlib.metadata.distributions(name="jax-cuda12-pjrt")),
-    reason="jax-cuda12-pjrt, which has XLA's GPU compiler, is not installed",
+    not any(any(importlib.metadata.distributions(name=name)) for name in PACKAGES),
+    reason=f"XLA's GPU compiler is not installed: {INSTALL}",
 )
 
 
 @needs_gpu_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
+@pytest.mark.parametrize("chip", GPU_TARGETS)
 @pytest.mark.parametrize(
     "choice", [pytest.param(x, id=f"gpu-{x.most}") for x in CHOICES if "NVIDIA" in x.device_kind]
 )
-def test_the_gpu_compiler_takes_the_options_of_a_choice_together(choice, capability):
-    assert compile_for_gpu(capability, dict(choice.options)) == choice.options
+def test_the_gpu_compiler_takes_the_options_of_a_choice_together(choice, chip):
+    assert compile_for_gpu(chip, dict(choice.options)) == choice.options
 
 
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_a_value_that_the_gpu_compiler_refuses_shows():
-    refusal = compile_for_gpu("9.0", {SCHEDULER: "true"})
+    refusal = compile_for_gpu("h100", {SCHEDULER: "true"})
     assert f"While setting option {SCHEDULER}, 'true' is not a valid bool value" in refusal
 
 
