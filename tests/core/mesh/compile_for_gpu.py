@@ -2,9 +2,9 @@
 
 python -m tests.core.mesh.compile_for_gpu h100 '{"xla_gpu_enable_pipelined_all_gather": true}'
 
-The arguments are the chip and the options. A loop gathers a weight, multiplies and
-scatters. If the compiler refuses an option, alone or beside another, the process ends with the
-compiler's message. No GPU is needed, but the package jax-cuda12-pjrt is, of the version of jaxlib.
+The arguments are the chip and the options. A loop gathers a weight, multiplies and scatters. If the
+compiler refuses an option, alone or beside another, the process ends with the compiler's
+message. No GPU is needed, but the package jax-cuda12-pjrt is, of the version of jaxlib.
 """
 
 import json
