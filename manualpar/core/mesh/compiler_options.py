@@ -1,18 +1,15 @@
 """Chooses compiler options that make XLA overlap collectives with compute, by chip and mesh.
 
-With `overlap="auto"`, the options come from one table, `CHOICES`. For each generation of TPUs the
+With `overlap="auto"`, the options come from one table, `CHOICES`. For each kind of TPU or GPU the
 table gives the options, the largest ring (the devices over which gradients are reduced) for which
 they make a step faster, and the step times that show the gain. The compiler's default options are
 kept in three cases: the ring is larger; the mesh has other axes with which the options were slower
 or were not measured; the devices are not in the table.
 
 The figures are estimates of a full step of eight layers of width 2,048, with FSDP on all devices of
-a topology. The planner estimates the time of the program that libtpu 0.0.42.1 compiles; no TPU ran.
-`benchmarks.compiled_for_tpu` repeats the estimates.
-
-GPUs have no entry, because none was measured. Their options can be set with `XLA_FLAGS`, see
-https://docs.jax.dev/en/latest/gpu_performance_tips.html.
-
+a topology. For TPUs the planner estimates the time of the program that libtpu 0.0.42.1 compiles.
+For GPUs XLA's cost model estimates the time of the program that XLA's GPU compiler (jax 0.10.2)
+compiles. No TPU and no GPU ran. `benchmarks/README.md` has the tables.
 A compiler refuses an option that it does not know, and compiler versions know different options. So
 `keep_if_known` first compiles a program of one operation with the options, and leaves out an option
 that the compiler refuses. The run reports the options that were left out.
@@ -40,6 +37,10 @@ _GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
 # With either of these options XLA does not turn a reduce-scatter into an all-reduce.
 KEEPING_SCATTERS = frozenset({_SCATTER, _WINDOWS})
 
+_SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+# The kinds of GPU for which steps were compiled, and superchips with one of them.
+_GPUS = r"NVIDIA (A100-SXM4-\d+GB|(H100|GH200|H200|B200|GB200)( \d+GB)?( HBM\w+)?)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -51,17 +52,23 @@ class Choice:
       options: The options, as `jax.jit` takes them.
       measured: Estimated step times without and with the options, by topology.
       beside: The other mesh axes that may have more than one device, in addition to the axis of the
-        ring.
+        ring; `None` for any other axes and any number of rings.
     """
 
     device_kind: str
     most: int
-    options: Mapping[str, str]
+    options: Mapping[str, str | bool]
     measured: str
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] | None = ()
+
+    def suits(self, rings: Sequence[int], others: Sequence[str]) -> bool:
+        """Returns whether the options are used for these rings and these other axes."""
+        if max(rings, default=1) > self.most:
+            return False
+        return self.beside is None or (len(rings) < 2 and set(others) <= set(self.beside))
 
 
-# If a kind of chip has two entries, the entry for smaller rings comes first.
+# If a kind of chip has several entries, the first that suits the mesh is used.
 CHOICES: tuple[Choice, ...] = (
     Choice(
         "TPU v5 lite|TPU v5e",
@@ -108,6 +115,35 @@ CHOICES: tuple[Choice, ...] = (
         "with layers split over 4: 68.8 to 60.8",
         beside=("model",),
     ),
+    Choice(
+        _GPUS,
+        128,
+        {
+            _SCHEDULER: True,
+            **dict.fromkeys(
+                (
+                    "xla_gpu_enable_pipelined_all_gather",
+                    "xla_gpu_enable_pipelined_reduce_scatter",
+                    "xla_gpu_enable_pipelined_all_reduce",
+                    "xla_gpu_enable_while_loop_double_buffering",
+                ),
+                True,
+            ),
+            "xla_gpu_all_gather_combine_threshold_bytes": str(2**27),
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": str(2**26),
+        },
+        "h100:8: 26.6 to 23.3 ms, by the thresholds alone 28.0; h100:2x8: 38.9 to 28.1; h100:16x8: "
+        "87.4 to 40.4; h100:8 with two replicas 27.2 to 25.6, with experts 27.0 to 24.9, zero1 "
+        "35.5 to 36.0",
+        beside=("replica",),
+    ),
+    Choice(
+        _GPUS,
+        2**20,
+        {_SCHEDULER: True},
+        "h100:8 with experts without a capacity: 94.1 to 88.7 ms; other programs are the same",
+        beside=None,
+    ),
 )
 
 
@@ -138,7 +174,7 @@ def choose_options(
     """Chooses the options to compile a step with.
 
     Args:
-      device_kind: `jax.Device.device_kind`, such as `TPU v5 lite`.
+      device_kind: `jax.Device.device_kind`, such as `TPU v5 lite` or `NVIDIA H100 80GB HBM3`.
       rings: The number of devices in each ring. Gradients are reduced over one ring after another.
       others: The names of the mesh's other axes with more than one device.
       overlap: `"auto"` for the options in `CHOICES`, `"none"` for the compiler's default options.
@@ -158,13 +194,13 @@ def choose_options(
         return ChosenOptions(why="overlap is 'none'")
     largest = max(rings, default=1)
     where = f"{device_kind}, gradients over {' and '.join(map(str, rings))} devices"
-    choice = next((choice for choice in known if largest <= choice.most), None)
-    if choice is None:
+    if largest > (most := max(choice.most for choice in known)):
         return ChosenOptions(
-            why=f"{where}; the other options are faster for at most {known[-1].most} devices"
+            why=f"{where}; the other options are faster for at most {most} devices"
         )
     where += f" and also {', '.join(others)}" * bool(others)
-    if set(others) - set(choice.beside) or len(rings) > 1:
+    choice = next((choice for choice in known if choice.suits(rings, others)), None)
+    if choice is None:
         return ChosenOptions(why=f"{where}; the other options were measured only for one axis")
     return ChosenOptions(choice.options, where)
 

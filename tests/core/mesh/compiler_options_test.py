@@ -1,3 +1,4 @@
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -5,28 +6,28 @@ import re
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
-from manualpar import data_parallel, make_mesh
 from manualpar.core.mesh.compiler_options import (
     CHOICES,
     ChosenOptions,
     choose_options,
     keep_if_known,
 )
+from manualpar.planner.gpu_compiler import INSTALL, PACKAGES
+from manualpar.planner.gpu_targets import GPU_TARGETS
 from manualpar.planner.hardware import CHIPS
 from manualpar.planner.tpu_compiler import ENVIRONMENT
 from tests.paths import ROOT
-from tests.tiny import Classifier, loss_fn, make_batch
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.
 WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
 FUSION = "xla_tpu_enable_async_collective_fusion"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+H100 = "NVIDIA H100 80GB HBM3"
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+PIPELINED, COMBINED = "xla_gpu_enable_pipelined_all_gather", "_combine_threshold_bytes"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,8 @@ OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
         (V6E, [257], ""),
         ("TPU v4", [8], ""),
         ("cpu", [8], ""),
-        ("NVIDIA H100 80GB HBM3", [8], ""),
+        ("NVIDIA L40S", [8], ""),
+        ("NVIDIA H100 PCIe", [8], ""),
     ],
 )
 def test_options_follow_from_the_chip_and_the_rings(device_kind, rings, name):
@@ -73,12 +75,51 @@ def test_split_layers_take_the_options_where_they_pay():
     assert not choose_options(V5E, [4], ["model"]).options
 
 
+@pytest.mark.parametrize(
+    "device_kind",
+    [
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA A100-SXM4-80GB",
+        H100,
+        "NVIDIA H100 96GB HBM2e",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H200",
+        "NVIDIA B200",
+        "NVIDIA GB200",
+    ],
+)
+@pytest.mark.parametrize(
+    ("rings", "others", "is_pipelined"),
+    [
+        ([8], [], True),
+        ([128], [], True),
+        ([8], ["replica"], True),
+        ([129], [], False),
+        ([2], ["model"], False),
+        ([2], ["context"], False),
+        ([2], ["stage"], False),
+        ([4, 2], [], False),
+        ([2], ["replica", "model"], False),
+    ],
+)
+def test_gpus_get_the_scheduler_and_over_one_axis_also_pipelined_gathers(
+    device_kind, rings, others, is_pipelined
+):
+    chosen = choose_options(device_kind, rings, others)
+    assert chosen.options[SCHEDULER] is True
+    assert (PIPELINED in chosen.options) == is_pipelined
+    # Thresholds alone make a step slower than no options.
+    assert any(name.endswith(COMBINED) for name in chosen.options) == is_pipelined
+    assert device_kind in chosen.why
+    none = choose_options(device_kind, rings, others, overlap="none")
+    assert none == ChosenOptions(why="overlap is 'none'")
+
+
 def test_every_choice_is_of_chips_that_plans_know():
     for choice in CHOICES:
-        kinds = [
-            chip.device_kind for chip in CHIPS if re.fullmatch(choice.device_kind, chip.device_kind)
-        ]
-        assert len(kinds) == 1
+        chips = [chip for chip in CHIPS if re.fullmatch(choice.device_kind, chip.device_kind)]
+        assert {chip.is_tpu for chip in chips} == {"TPU" in choice.device_kind}
+        assert len(chips) == 1 or not chips[0].is_tpu
         assert choice.measured
 
 
@@ -190,19 +231,38 @@ def test_a_pair_that_is_unsafe_on_a_chip_shows():
     assert "not supported/recommended on platforms other than TPU v5e" in refusal
 
 
-def test_a_step_is_compiled_with_them(devices8):
-    """An option that the compiler does not know is refused by it, so it has been handed over."""
-    options = {"mesh": make_mesh({"data": 2}, devices8), "batch": make_batch()}
-    program = data_parallel(
-        Classifier(), optax.sgd(0.1), loss_fn, compiler_options={"xla_no_such": True}, **options
+def compile_for_gpu(chip, options):
+    """Compiles without a GPU in another process; returns the options kept, or the error's end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.core.mesh.compile_for_gpu", chip, json.dumps(options)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
-    for step in (program.train_step, program.eval_step):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such"):
-            step.lower(program.abstract_state, program.abstract_batch).compile()
-    known = {"xla_cpu_enable_fast_math": False}
-    program = data_parallel(
-        Classifier(), optax.sgd(0.1), loss_fn, compiler_options=known, **options
-    )
-    state = program.init(jax.random.key(0))
-    _, metrics = program.train_step(state, make_batch())
-    assert jnp.isfinite(metrics["loss"][0])
+    return done.stderr[-2000:] if done.returncode else json.loads(done.stdout)
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not any(any(importlib.metadata.distributions(name=name)) for name in PACKAGES),
+    reason=f"XLA's GPU compiler is not installed: {INSTALL}",
+)
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", GPU_TARGETS)
+@pytest.mark.parametrize(
+    "choice", [pytest.param(x, id=f"gpu-{x.most}") for x in CHOICES if "NVIDIA" in x.device_kind]
+)
+def test_the_gpu_compiler_takes_the_options_of_a_choice_together(choice, chip):
+    assert compile_for_gpu(chip, dict(choice.options)) == choice.options
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_a_value_that_the_gpu_compiler_refuses_shows():
+    refusal = compile_for_gpu("h100", {SCHEDULER: "true"})
+    assert f"While setting option {SCHEDULER}, 'true' is not a valid bool value" in refusal

@@ -1,15 +1,17 @@
-"""Compares modes `manual` and `auto` for a language model, compiled by XLA for TPUs.
+"""Compares modes `manual` and `auto` for a language model, compiled by XLA for TPUs or GPUs.
 
-python -m benchmarks.compiled_for_tpu [--topologies v5e:4x4 v6e:4x4 ...] [--programs ...]
-    [--shapes 8x2048 7b] [--processes 1] [--output FILE.md] [--json FILE.json] [--against FILE.json]
+python -m benchmarks.compiled_for_chips [--topologies v5e:4x4 h100:8 ...] [--programs ...]
+    [--layouts fsdp hsdp ...] [--shapes 8x2048 7b] [--processes 1] [--output FILE.md]
+    [--json FILE.json] [--against FILE.json]
 
-No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothing is timed: HBM,
-collectives and cycles are read from the compiled program, and are the same in every run with the
-same versions. Compute seconds are the compiler's cycles divided by the chip's clock. The compiler
-gives no cycles for collectives, so their seconds are the bytes that rings send divided by the
-links' bandwidth, see `manualpar.planner.tpu_compiler`. The seconds of a step are estimated twice:
-if one collective at a time uses all links, and with a separate model of each link
-(`manualpar.planner.link_timeline`). Compiling a program takes half a minute on one core, or more.
+No TPU and no GPU is needed, but a compiler is: `pip install "manualpar[tpu-compiler]"` or
+`"manualpar[gpu-compiler]"`. Nothing is timed: HBM, collectives and cycles are read from the
+compiled program, and are the same in every run with the same versions. Compute seconds are the
+estimates of the compiler for a TPU, and for a GPU those of `manualpar.planner.gpu_costs`. The
+seconds of a collective are the bytes that rings send divided by the links' bandwidth. The seconds
+of a step are estimated twice for a TPU: if one collective at a time uses all links, and with a
+separate model of each link (`manualpar.planner.link_timeline`). Compiling a program takes half a
+minute on one core, or more.
 
 `--against` names the `--json` file of an earlier run. The exit code is 1 if any figure of a program
 has grown by more than one percent since that run.
@@ -20,20 +22,22 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 
 from benchmarks.results import note_conditions, write_results
 from manualpar.core.mesh.compiler_options import Overlap
+from manualpar.planner.gpu_compiler import compile_for_gpu
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.training.config import load_config
-from manualpar.training.task import SPLIT_AXIS
+from manualpar.training.task import CONTEXT_AXIS, EXPERT_AXIS, SPLIT_AXIS, STAGE_AXIS
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "fsdp_lm.py"
@@ -67,40 +71,58 @@ SHAPES: Mapping[str, Shape] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
-    """A program that is compared.
+class Layout:
+    """How a step is divided over the devices.
 
     Attributes:
-      mode: The program's mode.
-      overlap: Whether compiler options are chosen for the chip and the mesh.
+      axes: The mesh axes beside `data`, with their sizes.
+      fields: Other fields of the config, by name.
       is_axis_by_axis: Whether gradients are scattered over two mesh axes, one after the other.
-      num_split: The number of chips over which layers are split; 0 for no split.
-      sequence: Whether activations between layers are sharded over these chips by position
-        (sequence parallelism).
     """
+
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_axis_by_axis: bool = False
+
+
+_EXPERTS = {"model.num_experts": 8, "model.mlp_size": 2048}
+LAYOUTS: Mapping[str, Layout] = {
+    "fsdp": Layout(),
+    "axis by axis": Layout(is_axis_by_axis=True),
+    "dp": Layout(fields={"parallel.strategy": "dp"}),
+    "zero1": Layout(fields={"parallel.strategy": "zero1"}),
+    "hsdp": Layout({"replica": 2}, {"parallel.strategy": "hsdp"}),
+    "split over 4": Layout({SPLIT_AXIS: 4}),
+    "split over 4, sequence": Layout({SPLIT_AXIS: 4}, {"parallel.sequence": True}),
+    "split over 4, ring": Layout(
+        {SPLIT_AXIS: 4}, {"parallel.sequence": True, "parallel.layer_overlap": "ring"}
+    ),
+    "experts over 4": Layout({EXPERT_AXIS: 4}, _EXPERTS),
+    "experts over 4, no capacity": Layout(
+        {EXPERT_AXIS: 4}, {**_EXPERTS, "model.capacity_factor": 0.0}
+    ),
+    "4 stages": Layout(
+        {STAGE_AXIS: 4},
+        {"optimizer.num_minibatches": 4, "parallel.communicate_every": "step"},
+    ),
+    "context over 4": Layout({CONTEXT_AXIS: 4}),
+}
+REFERENCE = "auto"
+
+
+class Variant(NamedTuple):
+    """A program's mode, and whether compiler options are chosen for the chip and the mesh."""
 
     mode: str
     overlap: Overlap = "auto"
-    is_axis_by_axis: bool = False
-    num_split: int = 0
-    sequence: bool = False
 
 
-REFERENCE = "auto"
 PROGRAMS: Mapping[str, Variant] = {
     REFERENCE: Variant("auto"),
     "manual": Variant("manual"),
     "manual, no options": Variant("manual", "none"),
     "auto, no options": Variant("auto", "none"),
     "auto-unconstrained": Variant("auto-unconstrained"),
-    "manual, axis by axis": Variant("manual", is_axis_by_axis=True),
-    "manual, axis by axis, no options": Variant("manual", "none", is_axis_by_axis=True),
-    "manual, split over 4": Variant("manual", num_split=4),
-    "manual, split over 4, sequence": Variant("manual", num_split=4, sequence=True),
-    "manual, split over 4, sequence, no options": Variant(
-        "manual", "none", num_split=4, sequence=True
-    ),
-    "auto, split over 4": Variant("auto", num_split=4),
 }
 COMPARED = ("auto", "manual", "manual, no options")
 
@@ -112,6 +134,7 @@ class Row:
     Attributes:
       shape: The name of the model, a key of `SHAPES`.
       topology: The topology for which the program was compiled.
+      layout: How it is divided over the devices, a key of `LAYOUTS`.
       program: The program's name, a key of `PROGRAMS`.
       plan: The estimate from the compiled program; `None` if it could not be compiled.
       error: Why it could not be compiled, or "".
@@ -119,16 +142,22 @@ class Row:
 
     shape: str
     topology: str
+    layout: str
     program: str
     plan: StepEstimate | None
     error: str = ""
 
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What the row is of."""
+        return self.shape, self.topology, self.layout, self.program
+
     def cells(self, reference: "Row | None" = None) -> list[str]:
         """Returns a table row, with step times relative to the row `reference`."""
-        plan, names = self.plan, [self.shape, self.topology, self.program]
+        plan, names = self.plan, [*self.key]
         if plan is None or not plan.fits:
             why = (self.error or " ".join(plan.notes if plan else ())).replace("|", "/")
-            return [*names, why, *[""] * (len(HEADER) - 4)]
+            return [*names, why, *[""] * (len(HEADER) - 5)]
         return [
             *names,
             f"{plan.peak_bytes / 2**30:.2f}",
@@ -144,7 +173,7 @@ class Row:
         """Returns both estimates of the step time, divided by those of `reference`."""
         mine, others = self.figures(), reference.figures() if reference else {}
         names = ("step_seconds", "step_seconds_by_links")
-        return " / ".join(f"{mine[name] / others[name]:.3f}" for name in names if others)
+        return " / ".join(f"{mine[name] / others[name]:.3f}" for name in names if others.get(name))
 
     def figures(self) -> dict[str, float]:
         """Returns the figures that `--against` compares, by name; none if the step does not fit."""
@@ -169,7 +198,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "others": ("permute", "all_to_all"),
 }
 HEADER = (
-    *("model", "topology", "program", "HBM GiB", "temporaries MiB", "sent MiB"),
+    *("model", "topology", "layout", "program", "HBM GiB", "temporaries MiB", "sent MiB"),
     *(f"{kind} MiB (asynchronous)" for kind in KINDS),
     *("compute ms", "exposed ms", "overlapped ms", "step ms", "by links ms", "MFU"),
     f"of {REFERENCE}, both",
@@ -190,8 +219,8 @@ def _seconds(plan: StepEstimate) -> tuple[float | None, ...]:
     return plan.compute_seconds, *sending, plan.step_seconds, plan.step_seconds_by_links
 
 
-def make_config(shape: Shape, topology: str, variant: Variant) -> Any:
-    """Makes the config of one program: FSDP with full remat."""
+def make_config(shape: Shape, topology: str, layout: Layout, variant: Variant) -> Any:
+    """Makes the config of one program, with full remat."""
     config = ml_collections.ConfigDict(load_config(CONFIG).to_dict())
     devices = parse_topology(topology)
     config.data.sequence_length = shape.sequence_length
@@ -204,37 +233,36 @@ def make_config(shape: Shape, topology: str, variant: Variant) -> Any:
     config.parallel.overlap = variant.overlap
     config.parallel.gather_dtype = "bfloat16"
     config.parallel.min_weight_size = 2**18  # The builders' default: norms are not sharded.
-    if variant.is_axis_by_axis:
-        minor = devices.shape[-1]
-        sizes = {"data": devices.num_devices // minor, "data_minor": minor}
+    axes = {"data_minor": devices.shape[-1]} if layout.is_axis_by_axis else dict(layout.axes)
+    config.parallel.axis_by_axis = layout.is_axis_by_axis
+    if axes:
+        sizes = {"data": devices.num_devices // math.prod(axes.values()), **axes}
         config.parallel.mesh = ml_collections.ConfigDict(sizes)
-        config.parallel.axis_by_axis = True
-    if variant.num_split:
-        sizes = {"data": devices.num_devices // variant.num_split, SPLIT_AXIS: variant.num_split}
-        config.parallel.mesh = ml_collections.ConfigDict(sizes)
-        config.parallel.sequence = variant.sequence
+    config.update_from_flattened_dict(layout.fields)
     return config.lock()
 
 
-def compile_row(shape: str, topology: str, program: str) -> Row:
+def compile_row(shape: str, topology: str, layout: str, program: str) -> Row:
     """Compiles one program; if that fails, the row contains the reason."""
-    config = make_config(SHAPES[shape], topology, PROGRAMS[program])
+    compile_step = compile_for_tpu if parse_topology(topology).chip.is_tpu else compile_for_gpu
     try:
-        plan = compile_for_tpu(config, topology, vocab_size=VOCAB_SIZE)
+        config = make_config(SHAPES[shape], topology, LAYOUTS[layout], PROGRAMS[program])
+        plan = compile_step(config, topology, vocab_size=VOCAB_SIZE)
     except ValueError as error:
-        return Row(shape, topology, program, None, str(error))
-    return Row(shape, topology, program, plan)
+        return Row(shape, topology, layout, program, None, str(error))
+    return Row(shape, topology, layout, program, plan)
 
 
 def grown(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
     """Returns a sentence for each figure that has grown since the earlier run `before`."""
     known = {
-        (row["shape"], row["topology"], row["program"]): row["figures"] for row in before["rows"]
+        (row["shape"], row["topology"], row["layout"], row["program"]): row["figures"]
+        for row in before["rows"]
     }
     sentences = []
     for row in rows:
-        then, now = known.get((row.shape, row.topology, row.program)), row.figures()
-        name_of_row = f"{row.shape}, {row.topology}, {row.program}"
+        then, now = known.get(row.key), row.figures()
+        name_of_row = ", ".join(row.key)
         if then and not now:
             sentences.append(f"{name_of_row}: it no longer compiles: {row.error}")
         sentences += [
@@ -249,26 +277,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the programs; prints, writes and compares the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["fsdp"])
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(COMPARED))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8x2048"])
     parser.add_argument("--processes", type=int, default=1)
     for name in ("output", "json", "against"):
         parser.add_argument(f"--{name}", type=Path)
     args = parser.parse_args(argv)
-    conditions = note_conditions("benchmarks.compiled_for_tpu", argv)
-    lines = ["## Compiled for TPU", "", f"FSDP; {conditions.sentence()}", ""]
+    conditions = note_conditions("benchmarks.compiled_for_chips", argv)
+    lines = ["## Compiled without devices", "", f"{conditions.sentence()}", ""]
     lines += [*(f"- {name}: {SHAPES[name]}" for name in args.shapes), ""]
     lines += [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER))]
     print("\n".join(lines), flush=True)
-    wanted = list(itertools.product(args.shapes, args.topologies, args.programs))
+    wanted = list(itertools.product(args.shapes, args.topologies, args.layouts, args.programs))
     rows: list[Row] = []
-    references: dict[tuple[str, str], Row] = {}
+    references: dict[tuple[str, ...], Row] = {}
     with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
         for row in pool.map(lambda one: compile_row(*one), wanted):
             rows.append(row)
             if row.program == REFERENCE:
-                references[row.shape, row.topology] = row
-            reference = references.get((row.shape, row.topology))
+                references[row.key[:-1]] = row
+            reference = references.get(row.key[:-1])
             lines.append(f"| {' | '.join(row.cells(reference))} |")
             print(lines[-1], flush=True)
     data = {
@@ -276,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             {
                 "shape": row.shape,
                 "topology": row.topology,
+                "layout": row.layout,
                 "program": row.program,
                 "figures": row.figures(),
                 "error": row.error,

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.compiled_for_tpu import HEADER, PROGRAMS, Row, Shape, grown, make_config
+from benchmarks.compiled_for_chips import HEADER, LAYOUTS, PROGRAMS, Row, Shape, grown, make_config
 from manualpar.planner.plan import PlannedCollective, StepEstimate
 from manualpar.planner.vocabulary import prepare_planned
 
@@ -26,7 +26,7 @@ PLAN = StepEstimate(
     step_seconds_by_links=0.625,
     mfu=0.4,
 )
-ROW = Row("7b", "v5e:4x4", "manual", PLAN)
+ROW = Row("7b", "v5e:4x4", "fsdp", "manual", PLAN)
 TINY = Shape(layers=1, hidden_size=256, mlp_size=512, heads=4, sequence_length=64)
 
 
@@ -41,7 +41,7 @@ def test_row_has_a_cell_for_each_heading() -> None:
         "250.0",
         "750.0",
     )
-    failed = Row("7b", "v5e:4x4", "manual", None, "it would not | compile")
+    failed = Row("7b", "v5e:4x4", "fsdp", "manual", None, "it would not | compile")
     assert len(failed.cells()) == len(HEADER)
     assert not any("|" in cell for cell in failed.cells())
 
@@ -60,17 +60,35 @@ def test_row_compares_its_step_with_the_references() -> None:
 def test_what_has_grown_is_named(factor: float, is_growth: bool) -> None:
     figures = {name: value / factor for name, value in ROW.figures().items()}
     before = {
-        "rows": [{"shape": "7b", "topology": "v5e:4x4", "program": "manual", "figures": figures}]
+        "rows": [
+            {
+                "shape": "7b",
+                "topology": "v5e:4x4",
+                "layout": "fsdp",
+                "program": "manual",
+                "figures": figures,
+            }
+        ]
     }
     sentences = grown([ROW], before)
     assert bool(sentences) == is_growth
     assert len(sentences) == (6 if is_growth else 0)
-    assert not grown([Row("7b", "v6e:4x4", "manual", PLAN)], before)  # Nothing to compare with.
+    assert not grown(
+        [Row("7b", "v6e:4x4", "fsdp", "manual", PLAN)], before
+    )  # Nothing to compare with.
 
 
 def test_what_an_earlier_run_did_not_know_has_not_grown() -> None:
     before = {
-        "rows": [{"shape": "7b", "topology": "v5e:4x4", "program": "manual", "figures": {"old": 1}}]
+        "rows": [
+            {
+                "shape": "7b",
+                "topology": "v5e:4x4",
+                "layout": "fsdp",
+                "program": "manual",
+                "figures": {"old": 1},
+            }
+        ]
     }
     assert not grown([ROW], before)
 
@@ -78,18 +96,26 @@ def test_what_an_earlier_run_did_not_know_has_not_grown() -> None:
 def test_what_no_longer_compiles_has_grown() -> None:
     before = {
         "rows": [
-            {"shape": "7b", "topology": "v5e:4x4", "program": "manual", "figures": ROW.figures()}
+            {
+                "shape": "7b",
+                "topology": "v5e:4x4",
+                "layout": "fsdp",
+                "program": "manual",
+                "figures": ROW.figures(),
+            }
         ]
     }
-    assert grown([Row("7b", "v5e:4x4", "manual", None, "no")], before) == [
-        "7b, v5e:4x4, manual: it no longer compiles: no"
+    assert grown([Row("7b", "v5e:4x4", "fsdp", "manual", None, "no")], before) == [
+        "7b, v5e:4x4, fsdp, manual: it no longer compiles: no"
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["auto", "manual, axis by axis"])
-def test_programs_can_be_built(name: str) -> None:
-    config = make_config(TINY, "v5e:4x4", PROGRAMS[name])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("auto", "fsdp"), *(("manual", layout) for layout in LAYOUTS)]
+)
+def test_programs_can_be_built(name: str, layout: str) -> None:
+    config = make_config(TINY, "v5e:4x4", LAYOUTS[layout], PROGRAMS[name])
     program = prepare_planned(config, devices=16, vocab_size=512).program
     assert program.mode == config.parallel.mode
     assert program.mesh.size == 16
