@@ -14,7 +14,13 @@ from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
 from manualpar.core.state.train_state import Batch
-from manualpar.inspect import compiled_collectives, count_by_kind, state_bytes, total_bytes
+from manualpar.inspect import (
+    compiled_collectives,
+    count_by_kind,
+    read_compiled,
+    state_bytes,
+    total_bytes,
+)
 
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
 
@@ -51,6 +57,7 @@ class CompiledStep:
 
     Attributes:
       counts: The step's memory, collectives and operations.
+      held_bytes: The bytes of arguments, of results that are new, and of temporaries.
       state: The state that the last call returned.
     """
 
@@ -70,6 +77,7 @@ class CompiledStep:
         started = time.perf_counter()
         self._compiled: Any = lowered.compile()
         self.counts = count(lowered, self._compiled, parts, time.perf_counter() - started)
+        self.held_bytes = read_compiled(self._compiled).peak
         self.state = state
         self._batch = batch
         self._read_loss = read_loss

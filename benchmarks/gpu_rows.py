@@ -1,43 +1,48 @@
-"""Writes each row of `benchmarks.gpu` once it is measured, and limits the time of a row.
+"""Runs each row of `benchmarks.gpu` in a process of its own, within a time limit.
 
-A step that hangs cannot be ended from within its process, and a step that crashes ends its process.
-So one process measures the rows and appends them to a file, and another process watches this file.
-If a row takes too long, the second process ends the first, records the failure, and starts the
-first process again. The new process leaves out all rows that are in the file.
+A step that hangs cannot be ended from within its process, a step that crashes ends its process, and
+JAX does not return memory to the device before its process ends. So the command starts a process
+for each row. The process measures, writes its result to a file, and ends.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.compiled_steps import Counts
 from benchmarks.results import plain
 from benchmarks.turns import Estimate
 
-# The environment variable with the path of the file, in the process that measures.
-LOG_VARIABLE = "BENCHMARKS_GPU_ROWS"
-POLL_SECONDS = 0.1
+# A process that launches others has these seconds to end them.
+END_SECONDS = 10.0
+MOST_WORDS = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The results for one step.
+    """The result of one row.
 
     Attributes:
-      name: The name of the step, see `benchmarks.gpu_steps`.
+      name: The name of the row.
       seconds: The seconds of a step, by round.
       ratio: The step's time divided by the time of the first row's step in the same round.
-      counts: The counts of the step; `None` for PyTorch.
-      memory: PyTorch's peak memory on a device, in bytes; `None` for other steps.
+      counts: The counts of the compiled step; `None` for PyTorch.
+      memory: The most bytes that were in use on a device; `None` if the device does not tell.
+      compiled: The bytes of the compiled step: arguments, results that are new, temporaries.
+      planned: The plan of the step: `seconds`, `bytes`, `topology`; empty if there is none.
+      options: The compiler options of the step, in words.
       mfu: The model's FLOP/s divided by the device's peak; `None` if the peak is unknown.
       losses: The losses of the first steps.
+      bandwidths: For collectives: pairs of the bytes and the median seconds.
+      facts: For rows about the machine: what was found.
       problem: Why the row has no times, or that its losses differ from the first row's; or "".
     """
 
@@ -46,108 +51,87 @@ class Row:
     ratio: Estimate | None = None
     counts: Counts | None = None
     memory: int | None = None
+    compiled: int | None = None
+    planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: str = ""
     mfu: float | None = None
     losses: tuple[float, ...] = ()
+    bandwidths: tuple[tuple[int, float], ...] = ()
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     problem: str = ""
 
-
-@dataclasses.dataclass
-class RowLog:
-    """The file to which the measuring process appends its rows, and what was read from it.
-
-    Attributes:
-      path: The file's path.
-      rows: The rows that were measured or failed, by name.
-      begun: The name of the row that has begun and not ended, or "".
-      batch_size: The batch size that fits; 0 while it is unknown.
-    """
-
-    path: Path
-    rows: dict[str, Row] = dataclasses.field(default_factory=dict)
-    begun: str = ""
-    batch_size: int = 0
+    def write(self, path: Path) -> None:
+        """Writes the row to a file; several processes may write the same row."""
+        text = json.dumps(dataclasses.asdict(self), default=plain)
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(text, encoding="utf-8")
+        own.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Reads the file, if there is one; an unfinished last line is ignored."""
-        log = cls(path)
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        for line in text.splitlines(keepends=True):
-            if line.endswith("\n"):
-                log._take(json.loads(line))
-        return log
-
-    def begin(self, name: str) -> None:
-        """Writes that the measurement of a row begins."""
-        self._append({"begun": name})
-
-    def end(self, row: Row) -> None:
-        """Writes a finished row; its ratio, MFU and comparison of losses are added later."""
-        self._append({"row": dataclasses.asdict(row)})
-
-    def note_batch_size(self, size: int) -> None:
-        """Writes the batch size, which takes long to find."""
-        self._append({"batch_size": size})
-
-    def _append(self, entry: dict[str, Any]) -> None:
-        text = json.dumps(entry, default=plain) + "\n"
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
-        self._take(json.loads(text))
-
-    def _take(self, entry: dict[str, Any]) -> None:
-        self.begun = entry.get("begun", "")
-        self.batch_size = entry.get("batch_size", self.batch_size)
-        if found := entry.get("row"):
-            counts = found["counts"] and Counts(**found["counts"])
-            lists = {name: tuple(found[name]) for name in ("seconds", "losses")}
-            self.rows[found["name"]] = Row(**{**found, **lists, "counts": counts})
+    def read(cls, path: Path) -> "Row":
+        """Reads a row that `write` wrote."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        found |= {name: tuple(found[name]) for name in ("seconds", "losses")}
+        found["bandwidths"] = tuple((size, seconds) for size, seconds in found["bandwidths"])
+        if found["counts"]:
+            found["counts"] = Counts(**found["counts"])
+        return cls(**found)
 
 
-def watch(
-    command: Sequence[str], path: Path, *, seconds: float, report: Callable[[str], None]
-) -> int:
-    """Runs the command that measures rows, and starts it again after a row that did not end.
+def run_row(
+    name: str, command: Sequence[str], *, limit: float, environment: Mapping[str, str]
+) -> Row:
+    """Runs a command that measures a row.
 
     Args:
-      command: The command, which finds the path of the file in `LOG_VARIABLE`.
-      path: The path of the file of rows.
-      seconds: The time limit of a row.
-      report: Called with a line about each row that did not end.
+      name: The name of the row.
+      command: The command, to which `--result FILE` is added, and which writes the row there.
+      limit: The most seconds that the command may take.
+      environment: The environment variables of the command.
 
     Returns:
-      The command's exit code; 1 in place of 0 if a row did not end.
+      The row. If the command takes too long, or ends without a result, `problem` says so.
     """
-    are_all_ended = True
-    while True:
-        code = _run(command, path, seconds)
-        log = RowLog.read(path)
-        if not log.begun and code is not None:
-            return (code if code >= 0 else 128 - code) or int(not are_all_ended)
-        are_all_ended = False
-        problem = f"its process ended with {code}"
+    with tempfile.TemporaryDirectory() as folder:
+        path, said = Path(folder) / "row.json", Path(folder) / "said"
+        with said.open("wb") as output:
+            child = subprocess.Popen(
+                [*command, "--result", str(path)],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = child.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end(child)
+        if path.exists() and code in (0, None):
+            return Row.read(path)
         if code is None:
-            problem = f"ended, because it took longer than {seconds:g} s"
-        report(f"{log.begun}: {problem}; going on without it")
-        log.end(Row(log.begun, problem=problem))
+            return Row(name, problem=f"ended, because it took longer than {limit:g} s")
+        last = _last_words(said.read_text(encoding="utf-8", errors="replace"))
+        return Row(name, problem=f"its process ended with {code}{last}")
 
 
-def _run(command: Sequence[str], path: Path, seconds: float) -> int | None:
-    """Runs a command; returns its exit code, or `None` if a row took too long."""
-    child = subprocess.Popen(
-        command, env=os.environ | {LOG_VARIABLE: str(path)}, start_new_session=True
-    )
-    try:
-        size, since = -1, time.monotonic()
-        while child.poll() is None:
-            if (now := path.stat().st_size if path.exists() else 0) != size:
-                size, since = now, time.monotonic()
-            if time.monotonic() - since > seconds and RowLog.read(path).begun:
-                return None
-            time.sleep(POLL_SECONDS)
-        return child.returncode
-    finally:
-        # PyTorch's processes are in the same process group, so they end too.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ends a process, which may have to end others first, and then its process group."""
+    if child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(END_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _last_words(output: str) -> str:
+    """Returns the last error in the output of a process, with a colon in front; "" for none."""
+    lines = [re.sub(r"^\[\d+\] ", "", line).strip() for line in output.splitlines()]
+    fatal = [line for line in lines if re.match(r"F\d{4} ", line)]
+    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|error)\b", line)]
+    found = fatal[:1] or (errors or [line for line in lines if line])[-1:]
+    return f": {found[0][:MOST_WORDS]}" if found else ""

@@ -1,17 +1,17 @@
-"""Measures training steps of one language model on accelerators, one contender after another.
+"""Measures one row of `benchmarks.gpu`: a training step of one language model.
 
-A contender is a way to train: plain jit, a program of this package, or PyTorch. Every contender
-trains the same model from the same parameters on the same tokens with AdamW. Only one contender
-uses memory at a time, so that the model may be as large as one contender can train.
-The first contender is measured again at the end, which shows how far the machine has drifted.
+A contender is a way to train: plain jit, a program of this package (`benchmarks.gpu_layouts`), or
+PyTorch. Every contender trains the same model from the same parameters on the same tokens with
+AdamW; only the rows of experts have another model. Each row runs in a process of its own
+(`benchmarks.gpu_rows`), so the model may be as large as one contender can train. The first
+contender is measured again at the end, which shows how far the machine has drifted.
 """
 
 import argparse
 import dataclasses
-import gc
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,66 +20,24 @@ import numpy as np
 import optax
 
 from benchmarks.compiled_steps import CompiledStep, count, mean_loss, of_program
-from benchmarks.gpu_rows import Row, RowLog
+from benchmarks.gpu_layouts import CONTENDERS, build, find_chip, plan_step
+from benchmarks.gpu_rows import Row
 from benchmarks.plain_step import plain_step
 from benchmarks.process_group import ProcessGroup
 from benchmarks.turns import Block, estimate, ratios
 from benchmarks.workloads import ADAMW, Workload
-from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.core.program.program import Program
-from manualpar.layers.attention import ATTENTION_KINDS
+from manualpar import Batch
 from manualpar.models import Attention, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.flat_fields import with_fields
 from manualpar.models.transformer_fields import flops_per_token
+from manualpar.system.cluster.agreement import from_first, gather
 from manualpar.training.monitoring.throughput import peak_flops
 
 PLAIN, TORCH, AGAIN = "plain jit", "PyTorch FSDP2, compiled", "the first, again"
-LOGITS = "manual fsdp, whole logits"
-NARROW = {"gather_dtype": "bfloat16", "reduce_dtype": "float32"}
 DIFFERENT = "not the same training: its losses are"
 LARGEST_BATCH = 2**12
 SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")
-
-
-def loss_of_logits(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
-    """Computes the language model's loss from stored logits, without the fused head and loss.
-
-    The lambda hides that the model takes labels, so that the model returns logits.
-    """
-    return language_model_loss(params, lambda *args, **more: apply_fn(*args, **more), batch, rng)
-
-
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """A program of this package.
-
-    Attributes:
-      builder: The builder of the program.
-      options: The builder's options.
-      attention: The kind of attention; `None` for the kind of `--attention`.
-      loss_fn: The loss function.
-    """
-
-    builder: Callable[..., Program]
-    options: Mapping[str, Any]
-    attention: str | None = None
-    loss_fn: Any = language_model_loss
-
-
-FSDP: Mapping[str, Any] = {"min_weight_size": 0}
-CONTENDERS: Mapping[str, Contender] = {
-    "manual fsdp": Contender(fsdp, FSDP),
-    "manual fsdp, kept": Contender(fsdp, {**FSDP, "reshard_after_forward": False}),
-    "manual dp": Contender(data_parallel, {}),
-    "auto dp": Contender(data_parallel, {"mode": "auto"}),
-    LOGITS: Contender(fsdp, FSDP, loss_fn=loss_of_logits),
-    **{
-        f"manual fsdp, attention {kind}": Contender(fsdp, FSDP, attention=kind)
-        for kind in ATTENTION_KINDS
-        if kind
-    },
-}
 
 
 def make_model_workload(options: argparse.Namespace, batch_size: int) -> Workload:
@@ -114,35 +72,19 @@ def make_model_workload(options: argparse.Namespace, batch_size: int) -> Workloa
     )
 
 
-def build(workload: Workload, name: str, *, devices: int = 1) -> Program:
-    """Builds the program of `CONTENDERS[name]` on the first `devices` devices."""
-    contender, model = CONTENDERS[name], workload.model
-    assert isinstance(model, Transformer)
-    if contender.attention is not None:
-        model = with_fields(model, attention=contender.attention)
-    options = dict(contender.options)
-    if contender.builder is fsdp and model.dtype == "bfloat16":
-        options |= NARROW
-    mesh = make_mesh({"data": devices}, jax.devices()[:devices])
-    batch = workload.abstract_batch
-    return contender.builder(
-        model, workload.tx, contender.loss_fn, mesh=mesh, batch=batch, **options
-    )
-
-
 def largest_batch(options: argparse.Namespace) -> int:
     """Finds the largest batch with which FSDP fits: a power of two times the number of devices.
 
     Raises:
       ValueError: The device does not report its memory, or a single sequence does not fit.
     """
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(
             "--batch_size is 0 (the largest that fits), but the device does not report its memory; "
             "give a number."
         )
-    room, size = options.memory_share * stats["bytes_limit"], 1
+    room, size = options.memory_share * from_first(stats["bytes_limit"]), 1
     while size <= LARGEST_BATCH and _need(options, size * options.devices) <= room:
         size *= 2
     if size == 1:
@@ -153,7 +95,7 @@ def largest_batch(options: argparse.Namespace) -> int:
 def _need(options: argparse.Namespace, batch_size: int) -> float:
     """Returns the bytes of FSDP's state and temporaries on a device."""
     workload = make_model_workload(options, batch_size)
-    program = build(workload, "manual fsdp", devices=options.devices)
+    program, _ = build(workload, "manual fsdp", devices=options.devices)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     state = program.abstract_state
     counts = count(lowered, lowered.compile(), (state.params, state.opt_state), 0.0)
@@ -199,106 +141,96 @@ def start_torch(options: argparse.Namespace, workload: Workload, files: Path) ->
     return ProcessGroup(module, settings, num_processes=options.devices)
 
 
-def measure(
-    options: argparse.Namespace,
-    workload: Workload,
-    files: Path,
-    report: Callable[[str], None],
-    *,
-    log: RowLog,
-    keep: Callable[[list[Row]], None],
-) -> list[Row]:
-    """Compiles and times all steps that are not in `log` yet, one contender at a time.
+def measure_step(options: argparse.Namespace, name: str) -> Row:
+    """Measures plain jit or a program; returns the row without its ratio.
 
-    After each row `keep` is called with all rows so far. If a row's losses differ from the first
-    row's losses, the row does not train the same model, and its `problem` says so.
+    Raises:
+      ValueError: The step cannot run on these devices, or in this mode.
+      RuntimeError: The step does not fit into a device's memory.
     """
-    chosen = [name for name in CONTENDERS if name in options.contenders]
-    names = [PLAIN, *chosen] if options.devices == 1 else chosen
-    in_order = (*names, AGAIN, TORCH)
-    # PyTorch is measured first, because JAX does not return memory to the device.
-    for name in [*([TORCH] if options.torch else []), *names, AGAIN]:
-        if name in log.rows:
-            continue
-        log.begin(name)
-        try:
-            if name == TORCH:
-                row = _measure_torch(options, workload, files)
-            else:
-                row = _measure(options, workload, names[0] if name == AGAIN else name)
-        except (ValueError, RuntimeError) as error:  # The step cannot run, or does not fit.
-            row = Row(name, problem=_reason(error))
-        log.end(dataclasses.replace(row, name=name))
-        compiled = f", compiled in {row.counts.compile_seconds:.1f} s" if row.counts else ""
-        step = f"{1e3 * statistics.median(row.seconds):.2f} ms a step" if row.seconds else ""
-        report(f"{name}: {step}{compiled}{row.problem}")
-        gc.collect()  # The next contender needs the memory.
-        keep([log.rows[name] for name in in_order if name in log.rows])
-    return _finished(
-        [_compared(log.rows[one], log) for one in in_order if one in log.rows], options
+    workload = make_model_workload(options, options.batch_size)
+    row = Row(name)
+    if name == PLAIN:
+        jitted, make_state = plain_step(workload)
+        state = make_state()
+        batch = jax.device_put(workload.batch, jax.devices()[0])
+        step = CompiledStep(jitted, state, batch, parts=state, read_loss=mean_loss)
+    else:
+        program, chosen = build(workload, name, devices=options.devices)
+        chip = find_chip(jax.devices()[0].device_kind, options.chip)
+        planned = plan_step(program, workload, chip)
+        row = Row(name, planned=planned, options=chosen.describe())
+        step = of_program(program, workload.batch)
+    losses = tuple(map(float, step.losses(3)))
+    seconds = _rounds(options, step.block)
+    return dataclasses.replace(
+        row,
+        seconds=seconds,
+        counts=step.counts,
+        compiled=step.held_bytes,
+        memory=most_in_use(),
+        losses=losses,
+        mfu=_mfu(options, name, seconds),
     )
 
 
-def _compared(row: Row, log: RowLog) -> Row:
-    """Returns the row, with a problem if its losses differ from the first row's losses."""
-    first = next((one for one in log.rows.values() if one.losses and one.name != TORCH), None)
-    # The tolerance is for bfloat16; another model would be far off.
-    if first is None or not row.losses or np.allclose(row.losses, first.losses, rtol=1e-2):
-        return row
-    here, there = ([round(x, 4) for x in one.losses] for one in (row, first))
-    return dataclasses.replace(row, problem=f"{DIFFERENT} {here}, those of {first.name} {there}")
-
-
-def _reason(error: Exception) -> str:
-    """Returns an error in one line: for another process's error, the last line of its traceback."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    is_process = "has ended:" in lines[0]
-    return lines[-1 if is_process else 0].strip()[:200]
-
-
-def _measure(options: argparse.Namespace, workload: Workload, name: str) -> Row:
-    """Measures plain jit or a program; its state is freed when this function returns."""
-    step = _step(workload, name, options.devices)
-    losses = tuple(map(float, step.losses(3)))
-    return Row(name, _rounds(options, step.block), counts=step.counts, losses=losses)
-
-
-def _measure_torch(options: argparse.Namespace, workload: Workload, files: Path) -> Row:
-    """Measures PyTorch's row."""
+def measure_torch(options: argparse.Namespace, files: Path) -> Row:
+    """Measures PyTorch's row; `files` is where its processes find the parameters and tokens."""
+    workload = make_model_workload(options, options.batch_size)
     with start_torch(options, workload, files) as group:
         losses = group.ask("losses", steps=3)[0]["losses"]
         seconds = _rounds(options, group.block)
         held = max(answer["peak"] for answer in group.ask("memory"))
-    return Row(TORCH, seconds, memory=held, losses=tuple(map(float, losses)))
+    losses = tuple(map(float, losses))
+    return Row(TORCH, seconds, memory=held, losses=losses, mfu=_mfu(options, TORCH, seconds))
 
 
-def _step(workload: Workload, name: str, devices: int) -> CompiledStep:
-    if name != PLAIN:
-        return of_program(build(workload, name, devices=devices), workload.batch)
-    jitted, make_state = plain_step(workload)
-    state = make_state()
-    batch = jax.device_put(workload.batch, jax.devices()[0])
-    return CompiledStep(jitted, state, batch, parts=state, read_loss=mean_loss)
+def most_in_use() -> int | None:
+    """Returns the most bytes that this process held on any device; `None` if unknown."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = gather(max((x.get("peak_bytes_in_use", 0) for x in stats), default=0))
+    return max(peaks) or None
+
+
+def compare_rows(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows with their ratios to the first row's times.
+
+    If a row's losses differ from those of the first row of the same model, `problem` says so.
+    """
+    steps = [row for row in rows if row.losses and row.name != TORCH]
+    compared = []
+    for row in rows:
+        alike = [one for one in steps if ("experts" in one.name) == ("experts" in row.name)]
+        if row.seconds and (timed := [one for one in rows if one.seconds]):
+            row = dataclasses.replace(row, ratio=estimate(ratios(row.seconds, timed[0].seconds)))
+        # The tolerance is for bfloat16; another model would be far off.
+        if alike and row.losses and not np.allclose(row.losses, alike[0].losses, rtol=1e-2):
+            here, there = ([round(x, 4) for x in one.losses] for one in (row, alike[0]))
+            problem = f"{DIFFERENT} {here}, those of {alike[0].name} {there}"
+            row = dataclasses.replace(row, problem=problem)
+        compared.append(row)
+    return compared
+
+
+def reason(error: Exception) -> str:
+    """Returns an error in one line: for another process's error, the last line of its traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    is_process = "has ended:" in lines[0]
+    return lines[-1 if is_process else 0].strip()[:300]
 
 
 def _rounds(options: argparse.Namespace, block: Block) -> tuple[float, ...]:
     """Returns the seconds of a step in each round, after one round that is not counted."""
-    steps = max(1, math.ceil(options.seconds / (block(2) / 2)))
+    # All processes must run equally many steps.
+    steps = int(from_first(max(1, math.ceil(options.seconds / (block(2) / 2)))))
     return tuple(block(steps) / steps for _ in range(options.rounds))
 
 
-def _finished(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
-    """Returns the rows with their ratios to the first row's times, and with MFU."""
-    workload = make_model_workload(options, options.batch_size)
-    assert isinstance(workload.model, Transformer)
-    flops = flops_per_token(workload.model, options.sequence_length) * workload.batch.inputs.size
+def _mfu(options: argparse.Namespace, name: str, seconds: Sequence[float]) -> float | None:
+    """Returns the model's FLOP/s as a share of the peak; `None` for an unknown peak."""
+    model: Any = make_model_workload(options, 1).model
+    fields = CONTENDERS[name].fields if name in CONTENDERS else {}
+    tokens = options.batch_size * options.sequence_length
+    flops = flops_per_token(with_fields(model, **fields), options.sequence_length) * tokens
     peak = peak_flops(jax.devices()[0].device_kind, options.dtype)
-    finished = []
-    for row in rows:
-        if row.seconds:
-            mfu = peak and flops / options.devices / statistics.median(row.seconds) / peak
-            first = rows[0].seconds
-            ratio = estimate(ratios(row.seconds, first)) if first else None
-            row = dataclasses.replace(row, mfu=mfu, ratio=ratio)
-        finished.append(row)
-    return finished
+    return peak and flops / options.devices / statistics.median(seconds) / peak

@@ -4,11 +4,12 @@
     manualpar doctor fsdp_lm         # and whether this config would run on it
     manualpar launch --processes=2 -- manualpar doctor
 
-It prints versions, settings, devices, and the links between the devices. It runs one small step of
-FSDP on all devices. If there is only one process, it compares the loss and the gradients with those
-of one device. With a config, it does everything that a run does before it compiles: it checks the
-fields, opens the data, traces the program and counts its memory. It shows only the environment
-variables that JAX, XLA and this package read, and hides secrets.
+It prints versions, settings, devices, and the links between the devices. For NVIDIA GPUs it says
+what is missing, and what does not fit the version of jaxlib or of the driver. It runs one small
+step of FSDP on all devices. If there is only one process, it compares the loss and the gradients
+with those of one device. With a config, it does everything that a run does before it compiles: it
+checks the fields, opens the data, traces the program and counts its memory. It shows only the
+environment variables that JAX, XLA and this package read, and hides secrets.
 
 The exit code is 0, or 2 if something would not run.
 """
@@ -29,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from manualpar.commands.nvidia_facts import nvidia_facts
 from manualpar.core.mesh.mesh import make_mesh
 from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.core.program.program import Program
@@ -49,7 +51,6 @@ from manualpar.system.reports.help_text import list_flags, print_help, wrap_text
 from manualpar.system.storage.compilation_cache import check_compilation_cache
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy")
-ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12")
 SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREADS$")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 WITHIN = "all devices within one host"
@@ -78,8 +79,9 @@ def software_facts() -> Iterator[Fact]:
     yield Fact("cores", str(os.cpu_count()))
     for package in PACKAGES:
         yield Fact(package, _version(package) or "not installed")
-    found = {package: _version(package) for package in ACCELERATORS}
-    yield from (Fact(package, version) for package, version in found.items() if version)
+    if libtpu := _version("libtpu"):
+        yield Fact("libtpu", libtpu)
+    yield from itertools.starmap(Fact, nvidia_facts())
     for extra in dict.fromkeys(extra for extra, _ in MODULES.values()):
         names = [
             package for extra_of_module, package in MODULES.values() if extra_of_module == extra

@@ -4,210 +4,326 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
-from fractions import Fraction
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu, gpu_steps
+from benchmarks import gpu, gpu_bandwidth, gpu_layouts, gpu_report, gpu_steps
 from benchmarks.compiled_steps import Counts
-from benchmarks.gpu_rows import LOG_VARIABLE, Row, RowLog, watch
+from benchmarks.gpu_rows import Row, run_row
+from benchmarks.results import note_conditions
 from benchmarks.turns import Estimate
+from manualpar import make_mesh
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-ROWS = ("manual fsdp", gpu_steps.LOGITS, "manual fsdp, attention cudnn")
+MACHINE = {
+    "kind": "cpu",
+    "platform": "cpu",
+    "devices": 8,
+    "used": 8,
+    "processes": 1,
+    "process": 0,
+    "memory": 0,
+}
+COUNTS = Counts(
+    state=1,
+    temporaries=1000,
+    sent=0,
+    collectives={},
+    flops=1000.0,
+    accessed=1000.0,
+    instructions=1,
+    lowered=1,
+    compile_seconds=0.0,
+)
 
 
-@pytest.fixture(autouse=True)
-def measuring(tmp_path, monkeypatch):
-    """The command measures here, in place of a process that it would start."""
-    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "rows.jsonl"))
+def _options(*flags, **changes):
+    return argparse.Namespace(**vars(gpu._parse(["--tiny", *flags])) | changes)
 
 
-def _options(**changes):
-    defaults = vars(gpu._parser().parse_args([])) | gpu.TINY | {"torch": False}
-    return argparse.Namespace(**defaults | changes)
+def _page(rows, machine=MACHINE, suite="", **changes):
+    conditions = note_conditions("benchmarks.gpu", [])
+    compared = gpu_steps.compare_rows(rows)
+    return "\n".join(gpu_report.page(conditions, _options(**changes), machine, compared, suite))
 
 
 @pytest.mark.slow
-def test_the_command_runs_on_a_cpu(devices8, tmp_path, capsys):
-    path = tmp_path / "gpu.json"
-    torch_flag = "--torch" if HAS_TORCH else "--no-torch"
-    command = ["--tiny", "--rounds=1", torch_flag, f"--json={path}", "--contenders", *ROWS]
-    assert gpu.main(command) == 0  # An axis of one device costs nothing.
-    shown, data = capsys.readouterr().out, json.loads(path.read_text())
-    rows = {row["name"]: row for row in data["rows"]}
-    torch = [gpu_steps.TORCH] if HAS_TORCH else []
-    assert list(rows) == [gpu_steps.PLAIN, *ROWS, gpu_steps.AGAIN, *torch]
-    assert rows[ROWS[0]]["losses"]
-    assert shown.count("| manual fsdp") == 3
-    assert "because there is no accelerator" in shown
-    assert rows[gpu_steps.PLAIN]["ratio"]["median"] == 1
-    assert rows[ROWS[0]]["mfu"] is None  # Nobody knows the peak of a CPU.
-    assert rows[ROWS[2]]["problem"]
-    assert not rows[ROWS[2]]["seconds"]
-    same = [rows[name]["counts"]["state"] for name in (gpu_steps.PLAIN, *ROWS[:2])]
-    assert len(set(same)) == 1
-    assert data["excesses"] == gpu.excesses(
-        [
-            gpu.Row(name, counts=row["counts"] and Counts(**row["counts"]))
-            for name, row in rows.items()
-        ]
-    )
-
-
-def test_without_an_accelerator_there_is_a_sentence(capsys):
-    with pytest.raises(SystemExit) as ended:
-        gpu.main(["--no-torch"])
-    assert ended.value.code == 2
-    assert "no accelerator here, only CPUs" in " ".join(capsys.readouterr().err.split())
-
-
-def test_pytorch_computes_nothing_again(capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(SystemExit):
-        gpu.main(["--tiny", "--remat=full"])
-    assert "--remat is full, expected none" in capsys.readouterr().err
-
-
-def test_without_pytorch_there_is_a_sentence_with_the_command(monkeypatch, capsys):
+def test_the_command_runs_on_simulated_devices(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    flags = ["--tiny", "--rounds=1", "--chip=h100", "--rows=^(ppermute|manual fsdp|PyTorch.*)$"]
+    paths = [f"--output={tmp_path / 'gpu.md'}", f"--json={tmp_path / 'gpu.json'}"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
-        gpu.main(["--tiny"])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert "PyTorch is not installed. Run pip install 'manualpar[torch,train]'" in error
+    assert gpu.main([*flags, *paths]) == 0
+    data, shown = json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()
+    rows = {row["name"]: row for row in data["rows"]}
+    assert list(rows) == ["ppermute", "manual fsdp", gpu_steps.AGAIN, gpu_steps.TORCH]
+    assert data["devices"] == data["used"] == 2
+    assert rows["ppermute"]["bandwidths"][0][1] > 0
+    step = rows["manual fsdp"]
+    assert step["planned"]["topology"] == "h100:2"
+    assert step["compiled"] > step["counts"]["state"]
+    assert step["losses"] == pytest.approx(rows[gpu_steps.AGAIN]["losses"])
+    assert "There is no accelerator here" in shown
+    assert "| manual fsdp |" in shown
+    assert "PyTorch is not installed; pip install 'manualpar[torch,train]'" in shown
 
 
-@pytest.mark.parametrize("flag", ["--devices=9", "--devices=0", "--rounds=0"])
-def test_devices_and_rounds_are_refused(flag, devices8, capsys):
+@pytest.mark.slow
+def test_each_device_may_have_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    flags = ["--tiny", "--rounds=1", "--processes=gpu", "--no-torch", "--rows=^ppermute$"]
+    assert gpu.main([*flags, f"--output={tmp_path / 'a'}", f"--json={tmp_path / 'b'}"]) == 0
+    (row,) = json.loads((tmp_path / "b").read_text())["rows"]
+    assert [size for size, _ in row["bandwidths"]] == gpu.TINY["sizes"]
+    assert "each device in a process of its own" in (tmp_path / "a").read_text()
+
+
+def _with_rows(monkeypatch, machine, rows):
+    """Lets the command find rows in a dict, by name; returns the names in the order of running."""
+    ran = []
+
+    def run(name, command, *, limit, environment):
+        ran.append(name)
+        if name == gpu.MACHINE:
+            return Row(name, facts=machine)
+        return rows.get(name, Row(name, (1.0,), losses=(5.0,)))
+
+    monkeypatch.setattr(gpu, "run_row", run)
+    return ran
+
+
+def test_results_are_written_after_each_row(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "gpu.json"
+    crashed = Row("auto fsdp", problem="its process ended with -6")
+    ran = _with_rows(monkeypatch, MACHINE, {"auto fsdp": crashed})
+    written = []
+    write = gpu.write_results
+
+    def noted(*args, **more):
+        write(*args, **more)
+        written.append([row["name"] for row in json.loads(path.read_text())["rows"]])
+
+    monkeypatch.setattr(gpu, "write_results", noted)
+    flags = ["--tiny", "--no-torch", f"--json={path}", f"--output={tmp_path / 'gpu.md'}"]
+    assert gpu.main([*flags, "--rows=^(all-gather|manual fsdp|auto fsdp|manual zero)$"]) == 0
+    rows = ["all-gather", "manual fsdp", "auto fsdp", "manual zero", gpu_steps.AGAIN]
+    assert written[:5] == [rows[:number] for number in range(1, 6)]
+    assert ran == [gpu.MACHINE, *rows[:4], "manual fsdp"]
+    assert "auto fsdp: its process ended with -6" in (tmp_path / "gpu.md").read_text()
+
+
+def test_only_the_first_process_of_a_cluster_writes(tmp_path, monkeypatch):
+    _with_rows(monkeypatch, {**MACHINE, "processes": 2, "process": 1}, {})
+    flags = ["--tiny", "--rows=^(manual fsdp|PyTorch.*)$", f"--json={tmp_path / 'gpu.json'}"]
+    assert gpu.main([*flags, f"--output={tmp_path / 'gpu.md'}"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_are_layouts_in_modes_and_collectives():
+    names = gpu.row_names(_options(), 8)
+    for layout in gpu_layouts.LAYOUTS:
+        for mode in ("manual", "auto", "explicit"):
+            assert {f"{mode} {layout}", f"{mode} {layout}{gpu_layouts.OURS}"} <= set(names)
+    assert {"manual pipeline", "manual codes", *gpu_bandwidth.COLLECTIVES} <= set(names)
+    alone = gpu.row_names(_options(), 1)
+    assert alone[0] == gpu_steps.PLAIN
+    assert "manual hsdp" not in alone
+    assert "all-gather" not in alone
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "axes"),
+    [
+        ("manual fsdp", 8, {"data": 8}),
+        ("manual hsdp", 8, {"replica": 2, "data": 4}),
+        ("auto tp", 8, {"data": 2, "model": 4}),
+        ("manual pipeline", 2, {"data": 1, "stage": 2}),
+        ("manual experts", 6, {"data": 3, "expert": 2}),
+    ],
+)
+def test_meshes_fill_the_devices(name, devices, axes):
+    assert gpu_layouts.mesh_of(gpu_layouts.CONTENDERS[name], devices) == axes
+
+
+def test_an_odd_number_of_devices_has_no_second_axis():
+    with pytest.raises(ValueError, match="devices is 3, expected an even number for 'model'"):
+        gpu_layouts.mesh_of(gpu_layouts.CONTENDERS["manual tp"], 3)
+
+
+@pytest.mark.parametrize("kind", gpu_bandwidth.COLLECTIVES)
+def test_collectives_do_what_they_are_called(kind, devices8):
+    mesh = make_mesh({"data": 4}, devices8[:4])
+    x = np.arange(16.0).reshape(4, 4)
+    expected = {
+        "all-gather": np.tile(x.ravel(), (4, 1)),
+        "reduce-scatter": x.sum(0)[:, None],
+        "all-reduce": x.sum(0)[None],
+        "all-to-all": x.T,
+        "ppermute": np.roll(x, 1, 0),
+    }
+    found = gpu_bandwidth.collective(kind, mesh)(x)
+    np.testing.assert_array_equal(found, expected[kind])
+
+
+def test_bandwidth_is_that_of_the_bytes_on_the_links():
+    speeds = {kind: gpu_bandwidth.bytes_per_second(kind, 800, 2.0, 8) for kind in ("all-reduce",)}
+    assert speeds == {"all-reduce": 700.0}
+    assert gpu_bandwidth.bytes_per_second("ppermute", 800, 2.0, 8) == 400.0
+    shown = _page([Row("ppermute", bandwidths=((8 * 10**9, 2.0),))])
+    assert "| 8,000,000,000 | 4.00 (2,000,000) |" in shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 96GB HBM2e", "h100-500w"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("cpu", None),
+    ],
+)
+def test_the_chip_is_found(kind, name):
+    chip = gpu_layouts.find_chip(kind)
+    assert (chip and chip.name) == name
+    assert gpu_layouts.find_chip("cpu", "h200").name == "h200"
+
+
+def test_the_page_shows_the_plan_beside_the_measurement():
+    planned = {"topology": "h100:8", "seconds": 0.5, "bytes": 2**20}
+    row = Row("manual fsdp", (1.0,), memory=3 * 2**20, compiled=2 * 2**20, planned=planned)
+    ours = dataclasses.replace(row, name=f"manual fsdp{gpu_layouts.OURS}", options="xla_a=True")
+    shown = _page([row, ours, Row("manual tp", problem="too slow")], suite="Tests: 5 passed")
+    assert "| manual fsdp | 1000.00 | 1 | 500.00 | 2.00 | 128 |  | 3.0 | 2.0 | 1.0 |" in shown
+    assert "The plan is the roofline's for h100:8" in shown
+    assert "- manual fsdp: xla_a=True" in shown
+    assert "- manual tp: too slow." in shown
+    assert shown.rstrip().endswith("Tests: 5 passed")
+
+
+def test_without_an_accelerator_there_is_a_sentence(monkeypatch, capsys):
+    _with_rows(monkeypatch, MACHINE, {})
+    assert gpu.main(["--no-torch"]) == 2
+    assert "no accelerator here, only CPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--devices=9"], "--devices is 9, expected 1 to 8"),
+        (["--devices=4", "--processes=gpu"], "expected all devices"),
+    ],
+)
+def test_devices_are_refused(flags, words, monkeypatch, capsys):
+    _with_rows(monkeypatch, MACHINE, {})
+    assert gpu.main(["--tiny", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--remat=full", "--remat is full, expected none"),
+        ("--rounds=0", "--rounds is 0, expected 1 or more"),
+        ("--limit=0", "--limit is 0, expected a positive number"),
+        ("--rows=(", "expected a regular expression"),
+    ],
+)
+def test_flags_are_refused(flag, words, capsys):
     with pytest.raises(SystemExit):
-        gpu.main(["--tiny", "--no-torch", flag])
-    assert f"{flag.replace('=', ' is ')}, expected 1 to" in capsys.readouterr().err
+        gpu.main(["--tiny", flag])
+    assert words in capsys.readouterr().err
 
 
-def test_what_is_above_two_percent_is_said(monkeypatch):
-    counts = Counts(
-        state=1,
-        temporaries=1000,
-        sent=0,
-        collectives={},
-        flops=1000.0,
-        accessed=1000.0,
-        instructions=1,
-        lowered=1,
-        compile_seconds=0.0,
-    )
-    plain = gpu.Row(gpu.PLAIN, (1.0,), Estimate(1, 1, 1), counts)
+def test_what_is_above_two_percent_is_said():
+    plain = Row(gpu.PLAIN, (1.0,), Estimate(1, 1, 1), COUNTS)
 
     def manual(**changes):
-        changed = dataclasses.replace(counts, **changes)
+        changed = dataclasses.replace(COUNTS, **changes)
         return dataclasses.replace(plain, name="manual dp", counts=changed)
 
     # XLA:CPU keeps all-reduces of one device, which types ask for.
     kept = [plain, manual(temporaries=1021, collectives={"all_reduce": 2})]
-    assert gpu.excesses(kept) == []
+    assert gpu.excesses(kept, MACHINE) == []
     fsdp = dataclasses.replace(kept[1], name="manual fsdp")
-    assert gpu.excesses([plain, fsdp]) == ["manual fsdp: temporaries are 1.021 of plain jit's."]
-    assert "Held against plain jit here: manual fsdp and manual fsdp, kept. Nothing" in "".join(
-        gpu.report_rows("a model", kept, tokens=512)
-    )
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert gpu.excesses([plain, manual(flops=1020.0, accessed=900.0)]) == []
-    above = gpu.excesses([plain, manual(temporaries=1021, collectives={"all_reduce": 2})])
+    above = ["manual fsdp: temporaries are 1.021 of plain jit's."]
+    assert gpu.excesses([plain, fsdp], MACHINE) == above
+    assert "Held against plain jit: manual fsdp, manual fsdp, kept. Nothing" in _page(kept)
+    on_gpu = {**MACHINE, "platform": "gpu"}
+    assert gpu.excesses([plain, manual(flops=1020.0, accessed=900.0)], on_gpu) == []
+    above = gpu.excesses([plain, manual(temporaries=1021, collectives={"all_reduce": 2})], on_gpu)
     assert above == [
         "manual dp: temporaries are 1.021 of plain jit's.",
         "manual dp: 2 collectives of one device are compiled.",
     ]
-    assert gpu.excesses([manual(temporaries=1021)]) == []  # Nothing to hold it against.
-    refused = gpu.Row("manual fsdp, attention cudnn", problem="no GPU")
-    text = "\n".join(gpu.report_rows("a model", [plain, refused, manual()], tokens=512))
-    assert "| plain jit | 1000.00 | 1 | 512 |" in text
-    assert "manual fsdp, attention cudnn: no GPU" in text
-    assert "Nothing is above 2%." in text
+    assert gpu.excesses([manual(temporaries=1021)], on_gpu) == []  # Nothing to hold it against.
 
 
-def test_one_that_fails_leaves_the_others(tmp_path, monkeypatch):
-    def measure(options, workload, name):
-        if "attention" in name:
-            raise ValueError("it cannot run\nTraceback of no interest")
-        return Row(name, (1.0,), losses=(6.0 if "kept" in name else 5.0,))
+def test_losses_are_compared_with_the_same_model():
+    rows = [
+        Row("manual fsdp", (2.0,), losses=(5.0,)),
+        Row("auto fsdp", (3.0,), losses=(6.0,)),
+        Row("manual experts", (3.0,), losses=(7.0,)),
+        Row("auto experts", (3.0,), losses=(7.01,)),
+    ]
+    found = gpu_steps.compare_rows(rows)
+    assert [row.problem for row in found] == [
+        "",
+        "not the same training: its losses are [6.0], those of manual fsdp [5.0]",
+        "",
+        "",
+    ]
+    assert [row.ratio.median for row in found] == [1, 1.5, 1.5, 1.5]
 
+
+def test_an_error_of_a_step_is_a_row(monkeypatch):
     def fail(*args):
         raise RuntimeError("process 0 of w has ended:\nTraceback\nOutOfMemoryError: too much\n")
 
-    monkeypatch.setattr(gpu_steps, "_measure", measure)
-    monkeypatch.setattr(gpu_steps, "_measure_torch", fail)
-    options, said = _options(torch=True, rounds=1), []
-    workload = gpu_steps.make_model_workload(options, 1)
-    kept, log = [], RowLog(tmp_path / "rows")
-    # By a process before this one.
-    counts = Counts(1, 2, Fraction(3, 2), {"all_reduce": 1}, 4.0, 5.0, 6, 7, 8.0)
-    log.end(Row("manual dp", (2.0,), counts=counts, losses=(5.0,)))
-    found = gpu_steps.measure(
-        options, workload, tmp_path / "f", said.append, log=log, keep=kept.append
-    )
-    rows = {row.name: row for row in found}
-    assert rows[gpu_steps.TORCH].problem == "OutOfMemoryError: too much"
-    assert rows["manual fsdp, attention cudnn"].problem == "it cannot run"
-    assert rows[gpu_steps.AGAIN].seconds == rows[gpu_steps.PLAIN].seconds == (1.0,)
-    assert f"{gpu_steps.PLAIN}: 1000.00 ms a step" in said  # At once, should a later one crash.
-    assert not any(text.startswith("manual dp") for text in said)
-    assert rows["manual dp"].ratio.median == 2
-    assert rows["manual fsdp, kept"].problem == (
-        "not the same training: its losses are [6.0], those of manual dp [5.0]"
-    )
-    assert [len(some) for some in kept] == list(range(2, len(rows) + 1))
-    assert RowLog.read(log.path) == log
-    shown = "\n".join(gpu.report_rows("a model", found, tokens=512))
-    assert "manual fsdp, kept: not the same training" in shown
+    monkeypatch.setattr(gpu, "measure_torch", fail)
+    row = gpu.measure_row(_options(), gpu_steps.TORCH)
+    assert row == Row(gpu_steps.TORCH, problem="OutOfMemoryError: too much")
 
 
-# Measures three rows, the second of which hangs and the third of which crashes.
-HANGS = """
-import json, os, signal, sys, time
-path = os.environ["BENCHMARKS_GPU_ROWS"]
-row = dict(name="", seconds=[1.0], ratio=None, counts=None, memory=None, mfu=None, losses=[],
-           problem="")
-there = open(path).read() if os.path.exists(path) else ""
-def put(entry):
-    with open(path, "a") as file:
-        file.write(json.dumps(entry) + chr(10))
-for name in ("first", "hangs", "crashes", "last"):
-    if f'"name": "{name}"' in there:
-        continue
-    put({"begun": name})
-    if name == "hangs":
-        time.sleep(600)
-    if name == "crashes":
-        os.kill(os.getpid(), signal.SIGABRT)
-    put({"row": row | {"name": name}})
+# Writes a row, and then does what its first argument says.
+ROW = """
+import os, signal, sys, time
+from pathlib import Path
+if sys.argv[1] == "hang":
+    time.sleep(600)
+if sys.argv[1] == "crash":
+    os.kill(os.getpid(), signal.SIGABRT)
+if sys.argv[1] == "fail":
+    raise ValueError("no such thing")
+from benchmarks.gpu_rows import Row
+Row("a row", (1.0,), bandwidths=((8, 0.5),)).write(Path(sys.argv[3]))
 """
 
 
-def test_a_row_that_hangs_or_crashes_is_recorded_and_the_rest_goes_on(tmp_path):
-    path, said = tmp_path / "watched.jsonl", []
-    code = watch([sys.executable, "-c", HANGS], path, seconds=1.0, report=said.append)
-    assert code == 1
-    log = RowLog.read(path)
-    assert {name: row.problem for name, row in log.rows.items()} == {
-        "first": "",
-        "hangs": "ended, because it took longer than 1 s",
-        "crashes": "its process ended with -6",
-        "last": "",
-    }
-    assert log.rows["last"].seconds == (1.0,)
-    assert [sentence.partition(":")[0] for sentence in said] == ["hangs", "crashes"]
+@pytest.mark.parametrize(
+    ("does", "row"),
+    [
+        ("end", Row("a row", (1.0,), bandwidths=((8, 0.5),))),
+        ("hang", Row("a row", problem="ended, because it took longer than 3 s")),
+        ("crash", Row("a row", problem="its process ended with -6")),
+        ("fail", Row("a row", problem="its process ended with 1: ValueError: no such thing")),
+    ],
+)
+def test_a_row_that_hangs_or_crashes_has_its_reason(does, row):
+    limit = 3.0 if does == "hang" else 300.0
+    command = [sys.executable, "-c", ROW, does]
+    environment = {**os.environ, "PYTHONPATH": str(gpu.ROOT)}
+    assert run_row("a row", command, limit=limit, environment=environment) == row
 
 
 def test_the_batch_fills_the_memory(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return {"bytes_limit": 1000}
-
-    monkeypatch.setattr(gpu_steps.jax, "devices", lambda: [Device()])
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000})
+    monkeypatch.setattr(gpu_steps.jax, "local_devices", lambda: [device])
     monkeypatch.setattr(gpu_steps, "_need", lambda options, size: 100 + 20 * size)
     largest = gpu_steps.largest_batch
     assert largest(argparse.Namespace(memory_share=0.5, devices=1)) == 16  # 420 of 500 bytes.
@@ -255,7 +371,9 @@ def test_pytorchs_transformer_is_ours():
 def test_tests_run_in_a_process_of_their_own(tmp_path):
     path = tmp_path / "a_test.py"
     path.write_text("def test_yes():\n    pass\n\n\ndef test_no():\n    assert False\n")
-    said = gpu.run_suite([str(path), "-p", "no:cacheprovider", "--rootdir", str(tmp_path)])
+    said = gpu.run_suite(
+        [str(path), "-p", "no:cacheprovider", "--rootdir", str(tmp_path)], "cpu", limit=600.0
+    )
     assert said.startswith("Tests: 1 failed, 1 passed")
     assert "FAILED" in said
     assert "test_no" in said

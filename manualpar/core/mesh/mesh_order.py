@@ -132,8 +132,8 @@ def describe_links(mesh: Mesh) -> str:
     """
     devices = list(mesh.devices.flat)
     hosts = np.array(_hosts(devices)).reshape(mesh.devices.shape)
-    num_hosts, kind = len(np.unique(hosts)), "slice" if _has_slices(devices) else "host"
-    is_torus = devices[0].platform == "tpu"
+    num_hosts, is_torus = len(np.unique(hosts)), devices[0].platform == "tpu"
+    kind = "slice" if is_torus and _has_slices(devices) else "host"
     axes = [(dim, axis) for dim, axis in enumerate(mesh.axis_names) if mesh.shape[axis] > 1]
     if not axes or (num_hosts == 1 and not is_torus):
         return ""
@@ -166,7 +166,21 @@ def _has_slices(devices: Iterable[Any]) -> bool:
 
 
 def _hosts(devices: Sequence[Any]) -> list[int]:
-    """Returns the host number of each device."""
+    """Returns the host number of each device: of the machine, if each GPU has its own process."""
     if _has_slices(devices):
         return [int(device.slice_index) for device in devices]
-    return [0 if device.platform == "tpu" else int(device.process_index) for device in devices]
+    if devices[0].platform == "tpu" or _is_one_machine(devices):
+        return [0] * len(devices)
+    return [int(device.process_index) for device in devices]
+
+
+def _is_one_machine(devices: Sequence[Any]) -> bool:
+    """Returns whether all devices, of one slice, are GPUs of one machine.
+
+    A GPU's slice is its machine. Only a GPU that is described for a compiler has a process for each
+    machine of its slice; none of these has a number in the hardware.
+    """
+    return devices[0].platform == "gpu" and any(
+        hasattr(device, "slice_index") and device.local_hardware_id is not None
+        for device in devices
+    )

@@ -73,11 +73,13 @@ def test_the_first_axes_of_the_order_go_across_hosts(axes, num_processes, links)
     assert describe_links(Mesh(array, tuple(axes))) == f"{num_processes} hosts; {links}"
 
 
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize(("sizes", "across"), [((2, 4), (2, 1)), ((4, 2, 3), (4, 2, 1))])
-def test_without_a_torus_the_order_is_that_of_jax(kind, sizes, across):
+def test_without_a_torus_the_order_is_that_of_jax(platform, sizes, across):
     count = math.prod(across)
-    devices = [Device(i, process=i % count, kind=kind) for i in range(math.prod(sizes))][::-1]
+    is_gpu = platform == "gpu"
+    numbers = reversed(range(math.prod(sizes)))
+    devices = [Device(i, process=i % count, kind=platform, is_described=is_gpu) for i in numbers]
     expected = mesh_utils.create_hybrid_device_mesh(
         [size // outer for size, outer in zip(sizes, across, strict=True)],
         across,
@@ -159,3 +161,35 @@ def test_slices_are_hosts_where_there_are_several():
     assert links_of({"data": 32}, devices) == (
         "2 slices; data: 16 within a slice x 2 across in a ring of neighbours along xyz"
     )
+
+
+@pytest.mark.parametrize(
+    ("num_machines", "each", "is_described", "links"),
+    [
+        (1, 1, False, ""),
+        (1, 4, False, ""),
+        (2, 1, False, "2 hosts; replica: across hosts, data: within a host"),
+        (2, 4, False, "2 hosts; replica: across hosts, data: within a host"),
+        # Of a topology for the compiler; each machine is a process of the only slice.
+        (1, 4, True, "2 hosts; replica: across hosts, data: within a host"),
+    ],
+)
+def test_hosts_of_gpus_are_machines_and_not_processes(num_machines, each, is_described, links):
+    devices = [
+        Device(
+            number,
+            process=number // each,
+            slice_index=number * num_machines // 8,
+            kind="NVIDIA H100 80GB HBM3",
+            is_described=is_described,
+        )
+        for number in range(8)
+    ]
+    assert links_of({"replica": 2, "data": 4}, devices) == links
+
+
+def test_gpus_without_a_slice_have_a_host_for_each_process():
+    devices = [Device(i, process=i // 4, kind="NVIDIA A30") for i in range(8)]
+    for device in devices:
+        del device.slice_index
+    assert links_of({"data": 8}, devices) == "2 hosts; data: 4 within a host x 2 across"
