@@ -2,6 +2,9 @@
 
     manualpar launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
 
+`manualpar launch --template=slurm` starts nothing, but prints a script for Slurm; see
+`manualpar launch --template=slurm --help`.
+
 Each process reads its number from its environment (`manualpar.system.cluster.initialize`). The
 output of the processes is printed line by line with the prefixes `[0] `, `[1] ` and so on. The
 launcher forwards the first SIGINT or SIGTERM that it receives to all processes; at a second one it
@@ -31,6 +34,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+from manualpar.system.cluster import job_template
 from manualpar.system.cluster.stopping import STOP_SIGNALS
 from manualpar.system.reports.help_text import OneSentenceParser
 
@@ -45,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the launcher; returns the exit code. `argv` begins with the program's name."""
     arguments = list(argv[1:])
     at = arguments.index("--") if "--" in arguments else len(arguments)
+    if any(argument.partition("=")[0] == "--template" for argument in arguments[:at]):
+        return job_template.main(argv)
     command = arguments[at + 1 :]
     parser = OneSentenceParser(
         prog=argv[0],
