@@ -151,7 +151,7 @@ def _strangers() -> Iterator[Fault]:
 
 
 def _signals() -> Iterator[Fault]:
-    """Yields faults in which the launcher or the processes get SIGTERM or SIGINT."""
+    """Yields faults in which the launcher or the processes get a signal."""
 
     def send(*numbers: int, after: str = "step      5/") -> Callable[[Any], None]:
         def act(run: Any) -> None:
@@ -166,6 +166,9 @@ def _signals() -> Iterator[Fault]:
         "signal", "SIGTERM to the launcher", (STOPPED,), "is saved", launches=True, act=send(15)
     )
     yield Fault(
+        "signal", "SIGUSR1 to the launcher", (STOPPED,), "is saved", launches=True, act=send(10)
+    )
+    yield Fault(
         "signal", "SIGINT to the launcher", (130,), "interrupted", launches=True, act=send(2)
     )
     twice = (STOPPED, 137, 143)
@@ -177,6 +180,7 @@ def _signals() -> Iterator[Fault]:
         codes, term = (LOST, 134, 137), send(15, after=HANGS)
         yield Fault("signal", name, codes, says, faults=what, launches=True, act=term)
     yield Fault("signal", "SIGTERM to a process", (STOPPED,), "", act=send(15))
+    yield Fault("signal", "SIGUSR1 to a process", (STOPPED,), "", act=send(10))
 
     def send_until_the_end(run: Any) -> None:
         """Sends SIGTERM again and again, as Slurm does with `--kill-on-bad-exit=1`."""

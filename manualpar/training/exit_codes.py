@@ -7,7 +7,7 @@
 4  another process was lost, or failed
 5  the loss or a gradient is not finite (`config.training.on_nonfinite`)
 6  a file of a checkpoint, of the run or of its data cannot be read or written
-75  SIGTERM: the run saved a checkpoint and stopped; start the same command again to resume
+75  SIGTERM or SIGUSR1: the run saved a checkpoint and stopped; the same command resumes it
 127  the launcher cannot start the command
 130  Ctrl-C
 143  a second SIGTERM: the run ended at once; only the last checkpoint is saved

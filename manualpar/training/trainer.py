@@ -88,7 +88,7 @@ class Trainer:
         The metrics of the test are `recorder.latest("test")`.
 
         Raises:
-          StoppedError: One of the processes received SIGTERM.
+          StoppedError: One of the processes received SIGTERM or SIGUSR1.
           KeyboardInterrupt: Ctrl-C was pressed. The current step was first finished, reported and
             saved.
           NonFiniteError: The loss or a gradient is not finite. There is no checkpoint of that step

@@ -64,7 +64,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
     expected = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "manualpar").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix == ".py"
+        or path.name == "py.typed"
+        or (path.parent.name in ("templates", "new_project") and path.is_file())
     }
     configs = [path for path in (ROOT / "configs").rglob("*") if path.suffix in (".py", ".toml")]
     expected |= {f"manualpar/{path.relative_to(ROOT).as_posix()}" for path in configs}

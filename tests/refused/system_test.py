@@ -96,6 +96,7 @@ REFUSED = [
         (OURS | {"MANUALPAR_PROCESS_ID": "x"}, "='x', expected integers"),
         ({"JAX_COORDINATOR_ADDRESS": "h:5"}, "Set MANUALPAR_NUM_PROCESSES"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI 5 does not give"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE=2 says that MPICH or Intel MPI started several"),
     ),
     *rows(
         "a cluster that jax does not find",

@@ -41,17 +41,20 @@ def children_of(process):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_sigterm_to_one_stops_all_and_one_goes_on(processes, tmp_path, undisturbed, capsys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_stops_all_and_one_goes_on(
+    number, processes, tmp_path, undisturbed, capsys
+):
     workdir = tmp_path / "run"
     launcher = start_launcher(processes, workdir, *EXACT, slow=20)
     wait_for_step(launcher, 18)
-    os.kill(children_of(launcher)[1], signal.SIGTERM)
+    os.kill(children_of(launcher)[1], number)
     assert launcher.wait() == 75, launcher.err
     saved = complete_steps(workdir)[-1]
     assert 18 <= saved < 40
     said = lines_of_ours(launcher.err)
     assert said == [
-        "[1] SIGTERM: stopping after this step; a second SIGTERM ends this process",
+        f"[1] {number.name}: stopping after this step; a second SIGTERM ends this process",
         f"[0] stopped after step {saved}, which is saved; the same command with "
         f"--workdir={workdir} goes on",
     ]

@@ -63,11 +63,11 @@ def test_a_second_sigterm_ends_at_once(processes, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_sigterm_while_it_compiles(processes, tmp_path, undisturbed):
+def test_a_signal_while_it_compiles(processes, tmp_path, undisturbed):
     """The signals come before the first step; the table of the layout is what is shown before."""
     process = start(processes, tmp_path / "run", slow=1)
     process.wait_for(" optimizer state")
-    process.send(signal.SIGTERM)
+    process.send(signal.SIGUSR1)
     assert process.wait() == 75
     assert complete_steps(tmp_path / "run") == [1]
     assert run_here(tmp_path / "run") == 0

@@ -13,6 +13,7 @@ written at once, and a checkpoint becomes visible in one atomic step.
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from manualpar.system.cluster.facts import Facts, announce
 from manualpar.system.cluster.failure_detector import LostProcess, Pace, causes
 from manualpar.system.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.system.cluster.messages import Terms
-from manualpar.system.cluster.stopping import StopGate, on_sigterm
+from manualpar.system.cluster.stopping import StopGate, on_stop_signal
 
 # A scheduler reads from the exit code why a process ended. This code means that this process had an
 # error, and that its traceback was printed.
@@ -96,22 +97,23 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
 
     @contextlib.contextmanager
     def stop_on_sigterm(self) -> Iterator[None]:
-        """Stops all processes on the first SIGTERM, and ends this process at once on the second.
+        """Stops all processes on the first SIGTERM or SIGUSR1, after the same step.
 
-        Enter the context in the main thread. The second SIGTERM ends the process with
-        `TERMINATED_EXIT_CODE`. After `nothing_to_lose`, SIGTERM has no effect. With several
-        processes it then has no effect after the context either, because a process of a cluster
-        normally ends only after `nothing_to_lose`.
+        Enter the context in the main thread. A second SIGTERM ends this process at once, with
+        `TERMINATED_EXIT_CODE`; a second SIGUSR1, and the first SIGTERM after a SIGUSR1, do not.
+        After `nothing_to_lose`, both signals have no effect. With several processes they then have
+        no effect after the context either, because a process of a cluster normally ends only after
+        `nothing_to_lose`.
         """
 
-        def first() -> None:
-            announce("SIGTERM: stopping after this step; a second SIGTERM ends this process")
+        def first(number: signal.Signals) -> None:
+            announce(f"{number.name}: stopping after this step; a second SIGTERM ends this process")
             self.request_stop()
 
         def second() -> None:
             os._exit(TERMINATED_EXIT_CODE)
 
-        with on_sigterm(
+        with on_stop_signal(
             first,
             second,
             is_over=lambda: self._has_nothing_to_lose,

@@ -16,6 +16,9 @@ ID_VARIABLE = "MANUALPAR_PROCESS_ID"
 # variable that a cluster sets.
 AUTO = "auto"
 
+# Launchers that JAX cannot ask, by the variable in which they give the number of processes.
+MPI_SIZES = {"OMPI_COMM_WORLD_SIZE": "Open MPI 5", "PMI_SIZE": "MPICH or Intel MPI"}
+
 MEND = (
     "Give --coordinator_address=<host of process 0>:<free port>, --num_processes and --process_id, "
     f"or {COORDINATOR_VARIABLE}, {COUNT_VARIABLE} and {ID_VARIABLE}"
@@ -86,12 +89,13 @@ def find_assignment(
             f"number of this process. Set {COUNT_VARIABLE} and {ID_VARIABLE} too, or unset "
             "JAX_COORDINATOR_ADDRESS."
         )
-    if _number(environment, "OMPI_COMM_WORLD_SIZE") > 1:
-        raise ValueError(
-            f"initialize: OMPI_COMM_WORLD_SIZE={environment['OMPI_COMM_WORLD_SIZE']} says that "
-            "Open MPI started several processes, but Open MPI 5 does not give the address of "
-            f"process 0. {MEND}; --num_processes=1 makes each process a separate run."
-        )
+    for name, launcher in MPI_SIZES.items():
+        if _number(environment, name) > 1:
+            raise ValueError(
+                f"initialize: {name}={environment[name]} says that {launcher} started several "
+                f"processes, but {launcher} does not give the address of process 0. {MEND}; "
+                "--num_processes=1 makes each process a separate run."
+            )
     return None
 
 

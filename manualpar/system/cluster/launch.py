@@ -2,13 +2,16 @@
 
     manualpar launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
 
+`manualpar launch --template=slurm` starts nothing, but prints a script for Slurm; see
+`manualpar launch --template=slurm --help`.
+
 Each process reads its number from its environment (`manualpar.system.cluster.initialize`). The
 output of the processes is printed line by line with the prefixes `[0] `, `[1] ` and so on. The
-launcher forwards the first SIGINT or SIGTERM that it receives to all processes; at a second signal
-it kills them. When a process ends with an error, the other processes have `--grace` seconds to end
-by themselves, with a sentence that names the failed process. Then they get SIGTERM, and two seconds
-later SIGKILL. After a SIGTERM to the launcher they also have `--grace` seconds, to save and end,
-before SIGKILL.
+launcher forwards the first SIGINT or SIGTERM that it receives to all processes; at a second one it
+kills them. It forwards every SIGUSR1, which asks the processes to save and stop. When a process
+ends with an error, the other processes have `--grace` seconds to end by themselves, with a sentence
+that names the failed process. Then they get SIGTERM, and two seconds later SIGKILL. After a SIGTERM
+to the launcher they also have `--grace` seconds, to save and end, before SIGKILL.
 
 The processes connect to each other only on the loopback interface, and share a secret token. But
 JAX's CPU collectives (gloo) in every process listen at the address of this host's name, and jax
@@ -31,6 +34,8 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+from manualpar.system.cluster import job_template
+from manualpar.system.cluster.stopping import STOP_SIGNALS
 from manualpar.system.reports.help_text import OneSentenceParser
 
 NOT_STARTED_EXIT_CODE = 127
@@ -44,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the launcher; returns the exit code. `argv` begins with the program's name."""
     arguments = list(argv[1:])
     at = arguments.index("--") if "--" in arguments else len(arguments)
+    if any(argument.partition("=")[0] == "--template" for argument in arguments[:at]):
+        return job_template.main(argv)
     command = arguments[at + 1 :]
     parser = OneSentenceParser(
         prog=argv[0],
@@ -86,7 +93,7 @@ def _launch(command: Sequence[str], processes: int, devices: int | None, grace: 
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     earlier = {
         number: signal.signal(number, lambda number, frame: signals.put(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in (signal.SIGINT, *STOP_SIGNALS)
     }
     # Without this variable, Python prints buffered output late, or never if the process is killed.
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -149,9 +156,10 @@ def _watch(
                     name = signal.Signals(-one.returncode).name
                     print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)
         while not signals.empty():
-            number, num_signals = signals.get(), num_signals + 1
+            number = signals.get()
+            num_signals += number in (signal.SIGINT, signal.SIGTERM)
             for one in running:
-                _send(one, number if num_signals == 1 else signal.SIGKILL)
+                _send(one, number if num_signals < 2 else signal.SIGKILL)
             if number == signal.SIGTERM:
                 kill_at = min(kill_at, time.monotonic() + grace)
         if time.monotonic() >= terminate_at:

@@ -1,4 +1,4 @@
-"""Stops all processes after the same step, when one of them is asked to stop, such as by SIGTERM.
+"""Stops all processes after the same step, when a signal asks one of them to save and stop.
 
 Between two steps each process calls `should_stop`. The n-th call in one process belongs to the same
 step as the n-th call in every other process. To stop, the hub asks each process how many calls it
@@ -16,6 +16,10 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+
+# The signals that ask a run to save and stop. SIGUSR1 is the warning that Slurm can send some time
+# before a job's time limit. Windows does not have it.
+STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
 
 
 class StopGate:
@@ -49,17 +53,20 @@ class StopGate:
 
 
 @contextlib.contextmanager
-def on_sigterm(
-    first: Callable[[], None],
+def on_stop_signal(
+    first: Callable[[signal.Signals], None],
     second: Callable[[], None],
     *,
     is_over: Callable[[], bool] = lambda: False,
     stays_over: bool = False,
 ) -> Iterator[None]:
-    """Calls `first` for the first SIGTERM and `second` for every later SIGTERM, in a thread.
+    """Calls `first` for the first SIGTERM and the first SIGUSR1, in a thread.
 
-    Once `is_over` returns true, SIGTERM has no effect; with `stays_over` it has no effect after the
-    context either. Enter the context in the main thread.
+    It calls `second` for every later SIGTERM. A later SIGUSR1 has no effect, so that a SIGTERM soon
+    after a SIGUSR1 does not interrupt the save.
+
+    Once `is_over` returns true, both signals have no effect; with `stays_over` they have no effect
+    after the context either. Enter the context in the main thread.
 
     A Python signal handler would run in the main thread, only after the compilation or collective
     that the main thread may be in, and only once for two signals in a row. So instead Python's C
@@ -68,29 +75,35 @@ def on_sigterm(
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    calls = [first]
+    received: set[int] = set()
     earlier_writer = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def listen() -> None:
         while data := reader.recv(64):
             for number in data:
-                if number == signal.SIGTERM and not is_over():
-                    (calls.pop() if calls else second)()
+                if number not in STOP_SIGNALS or is_over():
+                    continue
+                if number not in received:
+                    received.add(number)
+                    first(signal.Signals(number))
+                elif number == signal.SIGTERM:
+                    second()
             if earlier_writer != -1:
                 # If the socket is full, its reader has signals to read anyway.
                 with contextlib.suppress(BlockingIOError):
                     os.write(earlier_writer, data)
 
-    thread = threading.Thread(target=listen, name="cluster-sigterm", daemon=True)
+    thread = threading.Thread(target=listen, name="cluster-signals", daemon=True)
     thread.start()
     # The handler does nothing, but without a handler the signal would end the process.
-    earlier = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    earlier = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        # `None` stands for a handler that was not installed by Python and cannot be restored.
-        after = earlier if earlier is not None else signal.SIG_DFL
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if stays_over and is_over() else after)
+        for number, handler in earlier.items():
+            # `None` stands for a handler that was not installed by Python and cannot be restored.
+            after = handler if handler is not None else signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if stays_over and is_over() else after)
         signal.set_wakeup_fd(earlier_writer, warn_on_full_buffer=False)
         writer.close()
         thread.join()

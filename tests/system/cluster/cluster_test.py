@@ -1,6 +1,7 @@
 """What becomes of the processes of a cluster when one of them is lost, fails or is to stop."""
 
 import os
+import queue
 import re
 import signal
 
@@ -13,6 +14,7 @@ from manualpar.system.cluster import (
     TERMINATED_EXIT_CODE,
     Cluster,
 )
+from manualpar.system.cluster.stopping import STOP_SIGNALS, on_stop_signal
 from tests.system.cluster.processes import lines_of_ours
 
 LONG = {"strategy": "fsdp", "mesh": {"data": -1}, "steps": 100_000, "devices": 1}
@@ -103,14 +105,15 @@ def test_processes_that_fail_alike_each_show_their_own_error(processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [0, 3])
-def test_sigterm_to_one_stops_all_after_the_same_step(processes, asked):
+@pytest.mark.parametrize(("asked", "number"), [(0, signal.SIGTERM), (3, signal.SIGUSR1)])
+def test_a_signal_to_one_stops_all_after_the_same_step(processes, asked, number):
     started = start_training(processes, 4)
-    started[asked].send(signal.SIGTERM)
+    started[asked].send(number)
     for process in started:
         assert process.wait() == 0, process.err
     assert len({steps_of(process)[-1] for process in started}) == 1
-    assert ["SIGTERM" in process.err for process in started] == [i == asked for i in range(4)]
+    said = [f"{number.name}: stopping" in process.err for process in started]
+    assert said == [i == asked for i in range(4)]
 
 
 @pytest.mark.slow
@@ -156,20 +159,39 @@ def test_alone_a_request_stops_the_next_call():
     assert seconds >= 0
 
 
-def test_alone_sigterm_is_a_request_to_stop(capfd):
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_alone_a_signal_is_a_request_to_stop(number, capfd):
     with Cluster() as cluster:
         with cluster.stop_on_sigterm():
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             while not cluster.should_stop(1):
                 pass
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert "a second SIGTERM ends this process" in capfd.readouterr().err
+        assert signal.getsignal(number) == signal.SIG_DFL
+    assert f"{number.name}: stopping after this step; a second SIGTERM" in capfd.readouterr().err
+
+
+def test_only_a_second_sigterm_ends_at_once():
+    """Slurm may send SIGUSR1 before the time limit, and SIGTERM at the limit, during the save."""
+    calls = queue.Queue()
+    with on_stop_signal(calls.put, lambda: calls.put("second")):
+        for number, expected in (
+            (signal.SIGUSR1, signal.SIGUSR1),
+            (signal.SIGUSR1, None),
+            (signal.SIGTERM, signal.SIGTERM),
+            (signal.SIGUSR1, None),
+            (signal.SIGTERM, "second"),
+            (signal.SIGTERM, "second"),
+        ):
+            os.kill(os.getpid(), number)
+            if expected is not None:
+                assert calls.get(timeout=10) == expected
+    assert calls.empty()
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_after_all_is_saved_a_sigterm_changes_nothing(num_processes, capfd):
     """Schedulers send it to those that are left when the first process has ended."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     cluster = Cluster(num_processes=num_processes)
     try:
         with cluster.stop_on_sigterm():
@@ -177,13 +199,16 @@ def test_after_all_is_saved_a_sigterm_changes_nothing(num_processes, capfd):
             while not cluster.should_stop(1):
                 pass
             cluster.nothing_to_lose()
-            os.kill(os.getpid(), signal.SIGTERM)
+            for number in STOP_SIGNALS:
+                os.kill(os.getpid(), number)
         # Several processes can only end now. One may be a notebook's.
-        is_ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-        assert is_ignored == (num_processes > 1)
+        for number in STOP_SIGNALS:
+            is_ignored = signal.getsignal(number) == signal.SIG_IGN
+            assert is_ignored == (num_processes > 1)
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert capfd.readouterr().err.count("SIGTERM: stopping") == 1
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert capfd.readouterr().err.count(": stopping") == 1
 
 
 def test_alone_an_error_is_ones_own():

@@ -44,6 +44,96 @@ def test_who_the_processes_are(given, environment, place):
     assert find_assignment(*given, environment) == place
 
 
+# The variables that a process finds, in the formats that the cluster classes of JAX 0.10.2 read.
+SLURM_STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NODELIST": "node[001-002]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_RESTART_COUNT": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[001-002]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+}
+OPEN_MPI_4 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1,10.108.0.1:34911",
+}
+OPEN_MPI_5 = {name: text for name, text in OPEN_MPI_4.items() if "orte" not in name}
+MPICH = {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "PMI_RANK": "1", "PMI_SIZE": "2"}
+POD = {"HOSTNAME": "train-workers-0-1-x7k2p", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+JOBSET = POD | {"JOB_COMPLETION_INDEX": "1"}
+GKE_TPU = JOBSET | {
+    "TPU_WORKER_HOSTNAMES": "t-0.train,t-1.train,t-2.train,t-3.train",
+    "TPU_WORKER_ID": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_TOPOLOGY": "4x4",
+}
+TPU_ADDRESSES = {"TPU_PROCESS_ADDRESSES": "t-0:8471,t-1:8471", "TPU_WORKER_ID": "0"}
+SLICES = {
+    "MEGASCALE_COORDINATOR_ADDRESS": "train-slice-job-0-0.train",
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_PORT": "8081",
+    "MEGASCALE_SLICE_ID": "1",
+}
+ONE_HOST_SLICES = SLICES | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+# A Cloud TPU machine outside Kubernetes: only the metadata server knows the others.
+CLOUD_TPU = {"TPU_ACCELERATOR_TYPE": "v5litepod-16", "TPU_RUNTIME_METRICS_PORTS": "8431"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        (SLURM_STEP, ALL_DEVICES),
+        (SLURM_STEP | {"SLURM_STEP_NODELIST": "node001,host2"}, ALL_DEVICES),
+        (SLURM_STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "1"}, JAX_CHOOSES),
+        # Slurm's own plugin for MPICH sets these variables too.
+        (SLURM_STEP | MPICH, ALL_DEVICES),
+        # A batch script without srun: one process.
+        ({name: text for name, text in SLURM_STEP.items() if "STEP" not in name}, None),
+        (OPEN_MPI_4, ALL_DEVICES),
+        (
+            OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fe80::b9b,2620::2]:43370"},
+            ALL_DEVICES,
+        ),
+        (OPEN_MPI_4 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, JAX_CHOOSES),
+        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        (MPICH | {"PMI_SIZE": "1"}, None),
+        (POD, None),
+        (JOBSET, JAX_CHOOSES),
+        (JOBSET | OURS, Assignment("a:1", 2, 1, True)),
+        (GKE_TPU, JAX_CHOOSES),
+        (GKE_TPU | SLICES, JAX_CHOOSES),
+        (TPU_ADDRESSES, JAX_CHOOSES),
+        (TPU_ADDRESSES | {"TPU_PROCESS_ADDRESSES": "t-0:8471"}, None),
+        (ONE_HOST_SLICES, JAX_CHOOSES),
+        (ONE_HOST_SLICES | {"MEGASCALE_NUM_SLICES": "1"}, None),
+        (CLOUD_TPU, None),
+    ],
+)
+def test_what_clusters_set_is_understood(environment, place):
+    assert find_assignment(None, None, None, environment) == place
+    # Several processes on a Cloud TPU pod need `auto`; elsewhere it changes nothing.
+    if place is not None and place.coordinator_address is None:
+        assert find_assignment("auto", None, None, environment) == place
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"), [(OPEN_MPI_5, "Open MPI 5"), (MPICH, "MPICH or Intel MPI")]
+)
+def test_a_launcher_that_jax_cannot_ask_is_refused(environment, launcher):
+    with pytest.raises(ValueError, match=f"says that {launcher} started several processes"):
+        find_assignment(None, None, None, environment)
+    given = find_assignment("10.0.0.1:1234", 2, 1, environment)
+    assert given == Assignment("10.0.0.1:1234", 2, 1, True)
+    assert find_assignment(None, 1, None, environment) is None
+
+
 @pytest.mark.parametrize(
     ("environment", "evidence"),
     [

@@ -138,6 +138,22 @@ while True: time.sleep(1)"""
     assert popen.returncode == 128 + signal.SIGKILL
 
 
+def test_every_sigusr1_goes_to_all_and_none_kills():
+    code = """import signal, time
+got = lambda n, f: print('got', n, flush=True)
+for n in (signal.SIGUSR1, signal.SIGTERM): signal.signal(n, got)
+print('ready', flush=True)
+while True: time.sleep(1)"""
+    popen = start_launcher("--processes=1", *command(code))
+    assert popen.stdout.readline() == "[0] ready\n"
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        popen.send_signal(number)
+        assert popen.stdout.readline() == f"[0] got {number}\n"
+    popen.send_signal(signal.SIGTERM)
+    popen.communicate(timeout=HANG_SECONDS)
+    assert popen.returncode == 128 + signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_what_the_processes_started_ends_with_them():
     code = """import subprocess, sys
