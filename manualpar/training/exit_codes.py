@@ -4,9 +4,10 @@
 1  an unexpected error, with a traceback; in `experiments.inspect`, a program over its budget
 2  a mistake of the user, in one sentence
 3  copies of the state differ between devices (`config.debug.check_replicas_every`)
-4  another process was lost, or failed
+4  another process was lost, failed, or did not come within `--wait` seconds
 5  the loss or a gradient is not finite (`config.training.on_nonfinite`)
 6  a file of a checkpoint, of the run or of its data cannot be read or written
+7  `manualpar doctor --cluster`: a run on these hosts would be refused
 75  SIGTERM: the run saved a checkpoint and stopped; start the same command again to resume
 127  the launcher cannot start the command
 130  Ctrl-C
