@@ -41,7 +41,7 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 def _open_mpi(environment: Mapping[str, str]) -> Place | None:
     """Reads, for example, `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911` or `...;tcp6://[...]`."""
     names = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    if not environment.keys() >= set(names):
+    if not environment.keys() >= {*names, "OMPI_COMM_WORLD_LOCAL_RANK"}:
         return None
     uri, count, process = (environment[name] for name in names)
     found = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)

@@ -322,10 +322,7 @@ def _judge(reports: Mapping[int, Any]) -> Verdict:
                 findings.append(_fatal(f"{what}; {mend}"))
         for text, is_fatal in findings:
             found[name][text] = is_fatal
-    lines = [
-        f"{name}: {'; '.join(f'{name} {text}' for text in texts) or 'ok'}"
-        for name, texts in found.items()
-    ]
+    lines = [f"{name}: {'; '.join(texts) or 'ok'}" for name, texts in found.items()]
     fatal = [
         f"{name} {text}" for name, texts in found.items() for text, bad in texts.items() if bad
     ]

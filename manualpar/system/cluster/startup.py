@@ -203,7 +203,7 @@ def _meet(
         own.num_processes,
         environment.get(TOKEN_VARIABLE, ""),
         timeout_seconds,
-        join_seconds=max(start_timeout_seconds, timeout_seconds),
+        join_seconds=start_timeout_seconds,
     )
     if own.coordinator_address is None:
         _meet_after_jax(cluster, terms)

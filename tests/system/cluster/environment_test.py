@@ -25,6 +25,7 @@ OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:2", "OMPI_COMM_WORLD_SIZE": "4
 RANK = {
     "OMPI_MCA_orte_hnp_uri": "32768.0;tcp://10.0.0.1,10.1.0.1:34911",
     "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
 }
 GKE = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
 SLICES = {

@@ -74,7 +74,7 @@ def test_a_firewall_is_named_by_both_of_its_hosts(monkeypatch):
     lines = check_together(3).lines
     assert lines[1] == "n1: ok"
     for name, line in (("n0", lines[0]), ("n2", lines[2])):
-        assert line.startswith(f"{name}: {name} cannot reach n1 at 127.0.0.2:")
+        assert line.startswith(f"{name}: cannot reach n1 at 127.0.0.2:")
         assert line.endswith("let the hosts of a run connect to each other on all ports")
 
 
@@ -104,14 +104,14 @@ def test_a_folder_that_cannot_be_written_to_and_differing_facts_are_both_named(t
         workdir=lambda process: tmp_path / "file" / "run" if process else tmp_path,
         facts=lambda process: {"jax": f"0.{process}"},
     )
-    assert verdict.lines[1].startswith(f"n1: n1 cannot write to the workdir {tmp_path / 'file'}")
+    assert verdict.lines[1].startswith(f"n1: cannot write to the workdir {tmp_path / 'file'}")
     assert verdict.fatal[-1] == "jax is 0.0 in process 0 and 0.1 in process 1"
 
 
 def test_a_host_with_debians_name_is_still_reached_at_the_address_of_the_hub():
     verdict = check_together(2, host=lambda process: Host(f"n{process}", "127.0.1.1"))
     assert [line.split(";")[0] for line in verdict.lines] == [
-        f"{name}: {name} resolves its own name to 127.0.1.1, where no other host reaches it"
+        f"{name}: resolves its own name to 127.0.1.1, where no other host reaches it"
         for name in ("n0", "n1")
     ]
     assert len(verdict.fatal) == 2
@@ -123,8 +123,8 @@ def test_a_host_with_debians_name_is_still_reached_at_the_address_of_the_hub():
     ("report", "line"),
     [
         ({}, "n1: ok"),
-        ({"clock": 71.0}, "n1: n1 has a clock 71 s ahead of process 0's; synchronize it (NTP)"),
-        ({"clock": -8.6}, "n1: n1 has a clock 9 s behind process 0's; synchronize it (NTP)"),
+        ({"clock": 71.0}, "n1: has a clock 71 s ahead of process 0's; synchronize it (NTP)"),
+        ({"clock": -8.6}, "n1: has a clock 9 s behind process 0's; synchronize it (NTP)"),
         ({"clock": None}, "n1: ok"),
         ({"memory": 2**34}, "the memory of a device is 16.0 GiB in n1 and 32.0 GiB in n0"),
         ({"driver": "550.1"}, "NVIDIA's driver is absent in n0 and 550.1 in n1"),
