@@ -46,6 +46,7 @@ from manualpar.core.state.train_state import Batch
 from manualpar.errors import (
     MODULES,
     TRAIN,
+    UNREADY_EXIT_CODE,
     USAGE_EXIT_CODE,
     UsageError,
     describe_mistake,
@@ -77,8 +78,6 @@ SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREAD
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 WITHIN = "all devices within one host"
 HELP = {"--help", "-help", "-h", "--helpshort"}
-# `--cluster` has found that a run would be refused.
-UNREADY_EXIT_CODE = 7
 DEVICES_HELP = "The number of CPU devices to simulate."
 FLAGS: Mapping[str, str] = {
     "--config=NAME": "A config to check too, a name or a file. Its fields are flags, as for "

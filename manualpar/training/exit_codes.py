@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 from manualpar.data import DamagedDataError
 from manualpar.errors import FILES_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
-from manualpar.system.cluster import FAILED_EXIT_CODE, LOST_PROCESS_EXIT_CODE, Cluster
+from manualpar.system.cluster import FAILED_EXIT_CODE, LOST_PROCESS_EXIT_CODE, Cluster, NotMetError
 from manualpar.system.storage import BucketError, FolderError
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import CheckpointError
@@ -35,6 +35,7 @@ STOPPED_EXIT_CODE = 75  # `EX_TEMPFAIL` in sysexits.h, which means "try again".
 EXIT_CODES: Mapping[type[Exception], int] = {
     UsageError: USAGE_EXIT_CODE,
     ReplicaError: 3,
+    NotMetError: LOST_PROCESS_EXIT_CODE,
     NonFiniteError: 5,
     **dict.fromkeys(
         (CheckpointError, DamagedDataError, WriteError, BucketError, FolderError), FILES_EXIT_CODE
