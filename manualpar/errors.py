@@ -19,6 +19,7 @@ from pathlib import Path
 
 USAGE_EXIT_CODE = 2
 FILES_EXIT_CODE = 6  # A file cannot be read or written, see `training.exit_codes`.
+UNREADY_EXIT_CODE = 7  # `manualpar doctor --cluster`: a run on these hosts would be refused.
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
 # JAX adds a note about the shortened traceback to errors. The note contains this word.
 JAX_NOTE = "JAX_TRACEBACK_FILTERING"

@@ -5,17 +5,15 @@ versions of Python. They may also read the data from different paths, because th
 the first examples of the data are compared instead.
 """
 
-import importlib.metadata
-import platform
-
 import jax
 
 from manualpar.commands.command_line import CommandLine
 from manualpar.system.cluster.facts import Facts
+from manualpar.system.cluster.software import software_facts
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment_facts import show_fact
+from manualpar.training.sources import source_facts
 
-PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 # The settings of JAX that change the results, even if only their last bits.
 SETTINGS = (
     "jax_enable_x64",
@@ -32,13 +30,13 @@ LOCAL = (
 
 
 def run_facts(command: CommandLine) -> Facts:
-    """Collects the facts that are known before JAX starts: config, folder, versions, settings."""
+    """Collects the facts that are known before JAX starts: config, sources, folder, versions."""
     facts = {
         f"config.{name}": show_fact(value)
         for name, value in flatten_config(command.config).items()
         if not any(name.startswith(x) if x.endswith(".") else name == x for x in LOCAL)
     }
+    facts |= source_facts(files=[command.config_path])
     facts["--workdir"] = str(command.flags.workdir or "not given")
-    facts["Python"] = ".".join(platform.python_version_tuple()[:2])
-    facts |= {package: importlib.metadata.version(package) for package in PACKAGES}
+    facts |= software_facts()
     return facts | {setting: str(getattr(jax.config, setting)) for setting in SETTINGS}

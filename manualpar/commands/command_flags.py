@@ -21,7 +21,7 @@ from manualpar.errors import (
     print_error,
 )
 from manualpar.models.generation.generator import Generator
-from manualpar.system.cluster import initialize
+from manualpar.system.cluster import LOST_PROCESS_EXIT_CODE, NotMetError, initialize
 from manualpar.system.cluster.agreement import from_first
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import AnyPath, open_for_reading, path_flag, user_path
@@ -69,7 +69,7 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
             work(trained, generator)
     except (UsageError, ConnectionError) as error:
         print_error(error)
-        return USAGE_EXIT_CODE
+        return LOST_PROCESS_EXIT_CODE if isinstance(error, NotMetError) else USAGE_EXIT_CODE
     except KeyboardInterrupt:
         print_error("interrupted")
         return INTERRUPTED_EXIT_CODE

@@ -8,6 +8,7 @@ this package is shown with its traceback.
 """
 
 import dataclasses
+import math
 import re
 import sys
 import types
@@ -29,6 +30,7 @@ from manualpar.errors import (
     print_error,
 )
 from manualpar.strategies import Field
+from manualpar.system.cluster import WAIT_SECONDS
 from manualpar.system.reports.help_text import print_help
 from manualpar.system.storage import AnyPath, BucketPath, user_path
 from manualpar.training.config_fields import FIELDS, MODEL_FIELDS
@@ -45,7 +47,7 @@ NO_CONFIG = (
 _MODEL_FIELDS = tuple(name for fields in MODEL_FIELDS.values() for name in fields)
 HELP = frozenset({"--help", "-help", "-h", "--helpshort"})
 # The type of a flag's value -> the word for a value in `--help`.
-VALUES: Mapping[type, str] = {int: "NUMBER", str: "TEXT", Path: "PATH"}
+VALUES: Mapping[type, str] = {int: "NUMBER", float: "SECONDS", str: "TEXT", Path: "PATH"}
 
 
 class Flag(NamedTuple):
@@ -65,7 +67,12 @@ class Flag(NamedTuple):
 
     def explain(self) -> str:
         """Returns the help with the default."""
-        return self.help if not self.default else f"{self.help} [default {self.default}]"
+        return self.help if not self.default else f"{self.help} [default {self.shown_default}]"
+
+    @property
+    def shown_default(self) -> str:
+        """The default as one types it, such as `300`."""
+        return f"{self.default:g}" if self.kind is float else str(self.default)
 
 
 WORKDIR = Flag(
@@ -75,6 +82,9 @@ WORKDIR = Flag(
 )
 
 
+WAIT = Flag(
+    "The seconds to wait until all processes have connected to process 0.", float, WAIT_SECONDS
+)
 OUTPUT = Flag("Folder of the results, by default a new numbered folder in runs/.", Path)
 
 
@@ -141,6 +151,7 @@ TRAINING = Syntax(
             "The number of processes that train together, with --coordinator-address.", int
         ),
         "process_id": Flag("This process's number, from 0, with --coordinator-address.", int),
+        "wait": WAIT,
         "force": Flag(
             "Starts even if the run does not fit into memory or simulates very many devices.",
             bool,
@@ -243,7 +254,11 @@ def parse_command_line(
     argv = [*argv[:1], *arguments]
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
     absl_flags.DEFINE_multi_string("config", [], CONFIG_HELP, flag_values=flag_values)
-    define = {int: absl_flags.DEFINE_integer, bool: absl_flags.DEFINE_boolean}
+    define = {
+        int: absl_flags.DEFINE_integer,
+        float: absl_flags.DEFINE_float,
+        bool: absl_flags.DEFINE_boolean,
+    }
     for name, flag in flags.items():
         define_flag: Any = define.get(flag.kind, absl_flags.DEFINE_string)
         define_flag(name, flag.default, flag.help, flag_values=flag_values)
@@ -266,6 +281,9 @@ def parse_command_line(
             values[name] = _path(name, value, flags[name]) if value else None
     if values.get("devices") is not None and values["devices"] < 1:
         raise UsageError(f"--devices={values['devices']}: expected at least 1 device to simulate.")
+    wait = values.get("wait", 1.0)
+    if not (math.isfinite(wait) and wait > 0):
+        raise UsageError(f"--wait={wait}: expected a positive number of seconds.")
     line = CommandLine(_load_configs(paths, overrides), types.SimpleNamespace(**values))
     syntax.refine(line)
     return line

@@ -3,6 +3,7 @@
     manualpar doctor                 # this machine
     manualpar doctor fsdp_lm         # and whether this config would run on it
     manualpar launch --processes=2 -- manualpar doctor
+    srun manualpar doctor --cluster --workdir=/shared/runs   # every host of a cluster
 
 It prints versions, settings, devices, and the links between the devices. For NVIDIA GPUs it says
 what is missing, and what does not fit the version of jaxlib or of the driver. It runs one small
@@ -11,16 +12,25 @@ with those of one device. With a config, it does everything that a run does befo
 checks the fields, opens the data, traces the program and counts its memory. It shows only the
 environment variables that JAX, XLA and this package read, and hides secrets.
 
-The exit code is 0, or 2 if something would not run.
+With `--cluster`, every process of a job runs this command, and process 0 prints a line for each
+host: `n1: ok`, or what is wrong there and what to do. The checks take at most about ten seconds.
+They compare versions, sources, devices, drivers and clocks, and connect the hosts with each other.
+They look at each host's own name, at its limit of open files and at its free space, and with
+`--workdir` at whether all hosts see the same folder.
+
+The exit code is 0, or 2 if something would not run. With `--cluster` it is 7 if a run on these
+hosts would be refused, and 4 if a process did not come within `--wait` seconds.
 """
 
 import dataclasses
 import functools
 import importlib.metadata
 import itertools
+import math
 import os
 import platform
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +48,7 @@ from manualpar.core.state.train_state import Batch
 from manualpar.errors import (
     MODULES,
     TRAIN,
+    UNREADY_EXIT_CODE,
     USAGE_EXIT_CODE,
     UsageError,
     describe_mistake,
@@ -46,8 +57,21 @@ from manualpar.errors import (
 )
 from manualpar.inspect.same_as_one_device import assert_same_as_one_device
 from manualpar.strategies.fsdp import fsdp
-from manualpar.system.cluster import initialize
-from manualpar.system.reports.help_text import list_flags, print_help, wrap_text
+from manualpar.system.cluster import (
+    LOST_PROCESS_EXIT_CODE,
+    WAIT_SECONDS,
+    NotMetError,
+    examine,
+    initialize,
+)
+from manualpar.system.cluster.software import software_facts as versions_and_sources
+from manualpar.system.reports.help_text import (
+    OneSentenceParser,
+    list_flags,
+    print_help,
+    wrap_text,
+)
+from manualpar.system.storage import path_flag
 from manualpar.system.storage.compilation_cache import check_compilation_cache
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -60,6 +84,9 @@ FLAGS: Mapping[str, str] = {
     "--config=NAME": "A config to check too, a name or a file. Its fields are flags, as for "
     "`manualpar train`; `CONFIG --help` shows them.",
     "--devices=NUMBER": DEVICES_HELP,
+    "--cluster": "Checks the hosts of this job, without a config.",
+    "--workdir=PATH": "With --cluster, a folder or bucket that all hosts should share.",
+    "--wait=SECONDS": "With --cluster, the time to wait for all processes. [default 300]",
 }
 ROWS, FEATURES = 8, 64  # The batch of the small step has this size on each device.
 
@@ -139,6 +166,8 @@ def main(argv: Sequence[str]) -> int:
             print_help(_help([argument for argument in argv if argument not in HELP]))
             return 0
         check_compilation_cache()
+        if "--cluster" in argv:
+            return _check_cluster(argv)
         config = _prepare_devices(argv)
         with initialize() as cluster:
             reports = [software_facts, device_facts]
@@ -148,6 +177,9 @@ def main(argv: Sequence[str]) -> int:
                 is_wrong |= fact.is_wrong
                 if cluster.is_main:
                     print(f"{fact.name + ':':26s} {fact.value}", flush=True)
+    except NotMetError as error:
+        print_error(error)
+        return LOST_PROCESS_EXIT_CODE
     except (UsageError, ValueError, RuntimeError, ConnectionError) as error:
         print_error(error)
         return USAGE_EXIT_CODE
@@ -163,6 +195,29 @@ def _help(argv: Sequence[str]) -> str:
     from manualpar.commands.command_line import Flag, Syntax, command_help
 
     return command_help(description, argv, "", Syntax({"devices": Flag(DEVICES_HELP, int)}))
+
+
+def _check_cluster(argv: Sequence[str]) -> int:
+    """Checks the hosts of a cluster, and prints a line for each; returns the exit code."""
+    parser = OneSentenceParser(prog=argv[0], description="", allow_abbrev=False)
+    parser.add_argument("--cluster", action="store_true")
+    parser.add_argument("--workdir", type=path_flag)
+    parser.add_argument("--wait", type=float, default=WAIT_SECONDS)
+    flags = parser.parse_args(argv[1:])
+    if not (math.isfinite(flags.wait) and flags.wait > 0):
+        raise UsageError(f"--wait={flags.wait}: expected a positive number of seconds.")
+    # Several processes of a host look at the same GPUs, and none of them needs their memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    facts = {**versions_and_sources(), "--workdir": str(flags.workdir or "not given")}
+    started = time.perf_counter()
+    cluster, verdict = examine(start_timeout_seconds=flags.wait, facts=facts, workdir=flags.workdir)
+    if cluster.is_main:
+        for line in verdict.lines:
+            print(line)
+        would = "would be refused" if verdict.fatal else "may start"
+        seconds = time.perf_counter() - started
+        print(f"a run of {cluster.num_processes} processes {would} ({seconds:.1f} s)", flush=True)
+    return UNREADY_EXIT_CODE if verdict.fatal else 0
 
 
 def _names_config(argv: Sequence[str]) -> bool:

@@ -90,6 +90,8 @@ def import_command(command: CommandLine) -> int:
             num_processes=flags.num_processes,
             process_id=flags.process_id,
             timeout_seconds=config.watch.lost_seconds,
+            start_timeout_seconds=flags.wait,
+            workdir=flags.workdir,
         )
 
     return _answer(start, lambda say: _import(command, say))

@@ -21,7 +21,14 @@ from manualpar.errors import (
     describe_mistake,
     print_error,
 )
-from manualpar.system.cluster import TERMINATED_EXIT_CODE, Cluster, DisagreementError, initialize
+from manualpar.system.cluster import (
+    LOST_PROCESS_EXIT_CODE,
+    TERMINATED_EXIT_CODE,
+    Cluster,
+    DisagreementError,
+    NotMetError,
+    initialize,
+)
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketError
 from manualpar.training.config import check_config
@@ -39,7 +46,7 @@ from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
 from manualpar.training.trainer import StoppedError
-from manualpar.training.workdir import check_folder, choose_workdir
+from manualpar.training.workdir import RUNS, check_folder, choose_workdir
 
 USAGE = """{program} [CONFIG] [--<field>=<value> ...]
     [--workdir=<folder>] [--mesh=<axis>=<size>,...] [--devices=<number>]
@@ -74,11 +81,16 @@ def run_command(command: CommandLine) -> int:
             num_processes=flags.num_processes,
             process_id=flags.process_id,
             timeout_seconds=config.watch.lost_seconds,
+            start_timeout_seconds=flags.wait,
             facts=run_facts(command),
+            workdir=flags.workdir or RUNS,
         )
     except BucketError as error:
         print_error(error)
         return FILES_EXIT_CODE
+    except NotMetError as error:
+        print_error(error)
+        return LOST_PROCESS_EXIT_CODE
     except (UsageError, ValueError, ConnectionError) as error:
         print_error(error)
         return USAGE_EXIT_CODE

@@ -4,9 +4,10 @@
 1  an unexpected error, with a traceback; in `experiments.inspect`, a program over its budget
 2  a mistake of the user, in one sentence
 3  copies of the state differ between devices (`config.debug.check_replicas_every`)
-4  another process was lost, or failed
+4  another process was lost, failed, or did not come within `--wait` seconds
 5  the loss or a gradient is not finite (`config.training.on_nonfinite`)
 6  a file of a checkpoint, of the run or of its data cannot be read or written
+7  `manualpar doctor --cluster`: a run on these hosts would be refused
 75  SIGTERM or SIGUSR1: the run saved a checkpoint and stopped; the same command resumes it
 127  the launcher cannot start the command
 130  Ctrl-C
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 from manualpar.data import DamagedDataError
 from manualpar.errors import FILES_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
-from manualpar.system.cluster import FAILED_EXIT_CODE, LOST_PROCESS_EXIT_CODE, Cluster
+from manualpar.system.cluster import FAILED_EXIT_CODE, LOST_PROCESS_EXIT_CODE, Cluster, NotMetError
 from manualpar.system.storage import BucketError, FolderError
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import CheckpointError
@@ -34,6 +35,7 @@ STOPPED_EXIT_CODE = 75  # `EX_TEMPFAIL` in sysexits.h, which means "try again".
 EXIT_CODES: Mapping[type[Exception], int] = {
     UsageError: USAGE_EXIT_CODE,
     ReplicaError: 3,
+    NotMetError: LOST_PROCESS_EXIT_CODE,
     NonFiniteError: 5,
     **dict.fromkeys(
         (CheckpointError, DamagedDataError, WriteError, BucketError, FolderError), FILES_EXIT_CODE

@@ -10,13 +10,16 @@ import jax
 from manualpar.data import BatchStream, train_batch
 from manualpar.system.cluster.facts import Facts
 from manualpar.training.experiment import Experiment
+from manualpar.training.sources import source_facts
 
 FIRST_EXAMPLES = 8
 
 
 def experiment_facts(experiment: Experiment) -> Facts:
-    """Collects the facts of an experiment: data, mesh, compiler options, the state's layout."""
+    """Collects the facts of an experiment: data, mesh, sources, the state's layout and so on."""
     config, program = experiment.config, experiment.program
+    task = experiment.task
+    written = [getattr(x, "__module__", None) for x in (task.loss_fn, task.model, type(task.model))]
     dataset = experiment.task.dataset
     batch: Any = ()
     if not isinstance(dataset.train, BatchStream):  # Each process may read other rows of a stream.
@@ -27,6 +30,7 @@ def experiment_facts(experiment: Experiment) -> Facts:
         for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state)
     ]
     return {
+        **source_facts(*filter(None, written)),
         "the data's fingerprint": dataset.fingerprint,
         "the hash of the first examples": _digest(x.tobytes() for x in jax.tree.leaves(batch)),
         "the mesh": show_fact(dict(program.mesh.shape)),

@@ -26,7 +26,7 @@ from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.run import run
 from manualpar.training.task import Task
-from manualpar.training.workdir import check_folder, choose_workdir
+from manualpar.training.workdir import RUNS, check_folder, choose_workdir
 
 # Fields of `config.optimizer` that also apply to a user's optimizer.
 OF_ANY_OPTIMIZER = ("optimizer.num_minibatches", "optimizer.ema_decay")
@@ -112,7 +112,7 @@ def fit(
     )
     with contextlib.ExitStack() as stack:
         if cluster is None:
-            cluster = _connect()
+            cluster = _connect(folder or RUNS)
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(cluster.stop_on_sigterm())
             stack.enter_context(cluster)
@@ -185,14 +185,14 @@ def _rows(stream: BatchStream) -> int:
     return next(len(x) for x in jax.tree.leaves(stream.first) if x.ndim)
 
 
-def _connect() -> Cluster:
+def _connect(workdir: AnyPath) -> Cluster:
     """Connects this process with the other processes of the environment, if there are any."""
     mend = (
         "call manualpar.cluster.initialize() before anything uses a device, and give its result "
         "to fit(cluster=...)."
     )
     try:
-        cluster = initialize()
+        cluster = initialize(workdir=workdir)
     except RuntimeError as error:
         raise ValueError(f"fit: processes cannot be connected now ({error}); {mend}") from error
     if jax.process_count() != cluster.num_processes:

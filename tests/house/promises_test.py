@@ -74,6 +74,7 @@ def test_exit_codes_are_the_documented_ones():
         errors.USAGE_EXIT_CODE,
         errors.FILES_EXIT_CODE,
         errors.INTERRUPTED_EXIT_CODE,
+        errors.UNREADY_EXIT_CODE,
         cluster.LOST_PROCESS_EXIT_CODE,
         cluster.FAILED_EXIT_CODE,
         cluster.TERMINATED_EXIT_CODE,

@@ -23,9 +23,11 @@ from manualpar.system.cluster.messages import (
     Hello,
     Message,
     NonsenseError,
+    NotMetError,
     Terms,
     beats,
     make_hello,
+    notice_times,
     receive,
     send,
 )
@@ -68,6 +70,8 @@ class Channel:
         """
         self._gate, self._pace, self._on_loss = gate, pace, on_loss
         self._differences: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._shared: dict[int, Message] = {}
+        self._all_shared: queue.SimpleQueue[dict[int, Message]] = queue.SimpleQueue()
         self._heard_at = time.monotonic()
         self._others: list[tuple[int, float] | None] = []
         self._silence = 0.0
@@ -90,6 +94,16 @@ class Channel:
         if differences := self._differences.get():
             raise DisagreementError(differences)
 
+    def share(self, value: Message, wants: Sequence[int]) -> dict[int, Message]:
+        """Gives the others a value, and waits for theirs, see `Cluster.share`."""
+        self.send({"kind": "share", "value": value, "wants": list(wants)})
+        return self._all_shared.get()
+
+    def own_and_other_address(self) -> tuple[str, str]:
+        """Returns the addresses of the connection to the hub: this host's and process 0's."""
+        sockname, peername = (self._writer.get_extra_info(x) for x in ("sockname", "peername"))
+        return str(sockname[0]), str(peername[0])
+
     def steps(self) -> dict[int, tuple[int, float]]:
         """Returns the last known step of each process, and the seconds since that step."""
         since = time.monotonic() - self._heard_at
@@ -102,6 +116,7 @@ class Channel:
         finally:
             self.is_over.set()
             self._differences.put([])
+            self._all_shared.put({})
 
     async def _knock_and_serve(self, hosts: Sequence[str], port: int, terms: Terms) -> None:
         try:
@@ -157,6 +172,11 @@ class Channel:
             self._gate.release(message["at"])
         elif kind == "waiting":
             announce(message["text"])
+        elif kind == "shared":
+            self._shared[message["process"]] = message["value"]
+        elif kind == "shared all":
+            self._all_shared.put(self._shared)
+            self._shared = {}
         elif kind == "agreed":
             self._differences.put([])
         elif kind == "differences":
@@ -188,15 +208,16 @@ async def knock(
     """Connects to the hub as soon as it listens on one of `hosts`, and introduces this process.
 
     Returns the connection on which the hub has admitted this process, and the hub's answer with its
-    host and process id. After half of `terms.timeout_seconds`, a message on standard error says
-    that process 0 does not answer.
+    host and process id. At the `notice_times` a message on standard error says that process 0 does
+    not answer.
 
     Raises:
-      ConnectionError: Process 0 did not listen in time.
+      NotMetError: Process 0 did not listen in time.
       DisagreementError: The number of processes differs.
       ValueError: Process 0 does not accept this process as part of its run.
     """
-    began, has_warned, warn_seconds = time.monotonic(), False, terms.timeout_seconds / 2
+    began, notices = time.monotonic(), notice_times(terms.timeout_seconds)
+    notice_at = next(notices)
     while True:
         failures = []
         for host in dict.fromkeys(hosts):
@@ -206,17 +227,17 @@ async def knock(
                 failures.append(f"{host}: {str(error) or 'timed out'}")
         waited, reasons = time.monotonic() - began, "; ".join(failures)
         if waited > terms.join_seconds:
-            raise ConnectionError(
+            raise NotMetError(
                 f"initialize: process 0 cannot be reached on its port {port} within "
                 f"{terms.join_seconds:g} s, expected an open network between the hosts of a run, "
                 f"and all processes to be started with the same address ({reasons})"
             )
-        if waited > warn_seconds and not has_warned:
-            has_warned = True
+        if waited > notice_at:
             announce(
-                f"process 0 does not answer after {warn_seconds:g} s, at port {port} ({reasons}); "
+                f"process 0 does not answer after {notice_at:g} s, at port {port} ({reasons}); "
                 f"waiting up to {terms.join_seconds:g} s"
             )
+            notice_at = next(notices)
         await asyncio.sleep(KNOCK_SECONDS)
 
 

@@ -25,7 +25,7 @@ from manualpar.system.cluster.channel import Channel
 from manualpar.system.cluster.facts import Facts, announce
 from manualpar.system.cluster.failure_detector import LostProcess, Pace, causes
 from manualpar.system.cluster.hub import LEAVING_SECONDS, Hub
-from manualpar.system.cluster.messages import Terms
+from manualpar.system.cluster.messages import Message, Terms
 from manualpar.system.cluster.stopping import StopGate, on_stop_signal
 
 # A scheduler reads from the exit code why a process ended. This code means that this process had an
@@ -156,6 +156,21 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         """
         if self._channel:
             self._channel.agree(facts)
+
+    def share(self, value: Message, wants: Sequence[int]) -> dict[int, Message]:
+        """Gives the other processes a value, and returns the values of the processes in `wants`.
+
+        Waits until all processes have called `share`. The hub sends a process only what it wants.
+        The values are JSON objects. The exchange needs no device and no collective. If the
+        connection to the hub has ended, the result is empty.
+        """
+        if self._channel:
+            return self._channel.share(value, wants)
+        return {self.process_id: value} if self.process_id in wants else {}
+
+    def addresses(self) -> tuple[str, str]:
+        """Returns the address at which this host talks to the hub, and the hub's address."""
+        return self._channel.own_and_other_address() if self._channel else ("127.0.0.1",) * 2
 
     def steps(self) -> dict[int, tuple[int, float]]:
         """Returns the last step of each process, and the seconds since that step.

@@ -1,13 +1,15 @@
 """Finds this process's number and the other processes: from arguments or environment variables.
 
-A user sets the variables of manualpar, and a cluster sets its own variables. From a cluster's
-variables this module only finds out whether there are several processes; JAX then finds the
-processes (`jax.distributed.initialize`). JAX supports Slurm, Open MPI 4, Kubernetes jobs and TPU
-pods.
+A user sets the variables of manualpar, and a cluster sets its own variables. Those of Slurm, of
+Open MPI 4 and of TPUs on GKE give all values (`managed`). Other clusters have variables from which
+this module only finds out whether there are several processes; JAX then finds the processes
+(`jax.distributed.initialize`): Kubernetes jobs and Cloud TPU machines.
 """
 
 import dataclasses
 from collections.abc import Mapping
+
+from manualpar.system.cluster import managed
 
 COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
 COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
@@ -37,6 +39,8 @@ class Assignment:
     sees_all_devices: bool
     # If JAX has to find the processes: the variable or flag that shows that there are several.
     evidence: str = dataclasses.field(default="", compare=False)
+    # The name of the cluster in JAX, if the values are from the cluster's variables.
+    manager: str = ""
 
 
 def find_assignment(
@@ -63,7 +67,7 @@ def find_assignment(
                 f"{num_processes} and process_id={process_id}, expected neither: JAX finds all "
                 "three. Leave them out, or give an address."
             )
-        return found_by_jax
+        return _managed(environment, found_by_jax) or found_by_jax
     if num_processes == 1 and coordinator_address is None and process_id in (None, 0):
         return None
     flags = {
@@ -82,7 +86,7 @@ def find_assignment(
             return None
         return _check(variables | {COORDINATOR_VARIABLE: address or jax_address}, sees_all)
     if evidence:
-        return found_by_jax
+        return _managed(environment, found_by_jax) or found_by_jax
     if jax_address:
         raise ValueError(
             "initialize: JAX_COORDINATOR_ADDRESS is set without the number of processes and the "
@@ -97,6 +101,14 @@ def find_assignment(
                 "--num_processes=1 makes each process a separate run."
             )
     return None
+
+
+def _managed(environment: Mapping[str, str], found_by_jax: Assignment) -> Assignment | None:
+    """Makes an `Assignment` from the variables of a cluster; `None` if they are not enough."""
+    if (place := managed.find_place(environment)) is None:
+        return None
+    found = _check(dict(zip(place.names, place.values, strict=True)), found_by_jax.sees_all_devices)
+    return dataclasses.replace(found, evidence=found_by_jax.evidence, manager=place.manager)
 
 
 def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignment:

@@ -42,6 +42,7 @@ from manualpar.system.cluster.messages import (
     Terms,
     beats,
     check_said,
+    notice_times,
     read_hello,
     receive,
     send,
@@ -79,7 +80,8 @@ class Hub:
         self._said: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self._waited = 0.0
         self._has_warned = False
-        self._has_told_missing = False
+        self._notices = notice_times(terms.timeout_seconds)
+        self._notice_at = next(self._notices)
         self._is_asked_to_stop = False
         self.thread = threading.Thread(
             target=lambda: asyncio.run(self._run(listener)), name="cluster-hub", daemon=True
@@ -208,7 +210,7 @@ class Hub:
                 self._tell({"kind": "hold"})
         else:
             said = self._said[kind]
-            said[process] = message["value"]
+            said[process] = message if kind == "share" else message["value"]
             if len(said) == len(self._members):
                 self._answer(kind, self._said.pop(kind))
 
@@ -218,10 +220,22 @@ class Hub:
             self._end_all({"kind": "end"})
         elif kind == "held":
             self._tell({"kind": "stop", "at": max(said.values()) + 1})
+        elif kind == "share":
+            self._pass_on({process: (one["value"], one["wants"]) for process, one in said.items()})
         elif differences := describe_differences(said):
             self._end_all({"kind": "differences", "differences": differences})
         else:
             self._tell({"kind": "agreed"})
+
+    def _pass_on(self, said: dict[int, tuple[Any, list[int]]]) -> None:
+        """Sends each process the values that it wants, a message each, and that these are all."""
+        for process, (_, wants) in said.items():
+            if (writer := self._members[process].writer) is None:
+                continue
+            for other in wants:
+                if other in said:
+                    send(writer, {"kind": "shared", "process": other, "value": said[other][0]})
+            send(writer, {"kind": "shared all"})
 
     def _watch(self, awake: float) -> None:
         """Finds processes that are lost or not connected, `awake` seconds after the last call."""
@@ -235,17 +249,16 @@ class Hub:
             self._lose(*hung)
         if not (missing := [process for process in members if not members[process].writer]):
             return
-        # Warns after half the timeout, because the imports of process 0 have also taken time.
-        warn_seconds, join_seconds = timeout_seconds / 2, self._terms.join_seconds
+        join_seconds = self._terms.join_seconds
         self._waited += awake
         if self._waited > join_seconds:
             self._lose(missing[0], f"it has not connected to process 0 within {join_seconds:g} s")
-        elif self._waited > warn_seconds and not self._has_told_missing:
-            self._has_told_missing = True
+        elif self._waited > self._notice_at:
             told = (
                 f"{name_processes(missing)} of {len(members)} not connected after "
-                f"{warn_seconds:g} s; waiting up to {join_seconds:g} s"
+                f"{self._notice_at:g} s; waiting up to {join_seconds:g} s"
             )
+            self._notice_at = next(self._notices)
             self._tell({"kind": "waiting", "text": told})
 
     def _steps(self) -> list[tuple[int, float] | None]:

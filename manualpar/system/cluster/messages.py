@@ -15,9 +15,10 @@ import asyncio
 import dataclasses
 import hashlib
 import hmac
+import itertools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from types import NoneType
 from typing import Any
 
@@ -28,6 +29,9 @@ TOKEN_VARIABLE = "MANUALPAR_TOKEN"
 MAX_MESSAGE_BYTES = 2**20
 MAX_HELLO_BYTES = 4096
 MAX_NAME_CHARACTERS = 255
+# The seconds of waiting after which the missing processes are named, and then between two notices.
+FIRST_NOTICE_SECONDS = 5.0
+NOTICE_SECONDS = 30.0
 
 Message = dict[str, Any]
 # The messages that an admitted process may send: for each kind, the names and types of its fields.
@@ -36,9 +40,14 @@ SAID: dict[str, dict[str, type]] = {
     "failed": {"error": str},
     "stop": {},
     "facts": {"value": dict},
+    "share": {"value": dict, "wants": list},
     "held": {"value": int},
     "done": {"value": NoneType},
 }
+
+
+class NotMetError(ConnectionError):
+    """The processes of a run have not met in time, or process 0 cannot be found."""
 
 
 class NonsenseError(ConnectionError):
@@ -82,6 +91,8 @@ def check_said(message: Message) -> None:
         raise NonsenseError
     if kind == "facts" and any(type(value) is not str for value in message["value"].values()):
         raise NonsenseError
+    if kind == "share" and any(type(process) is not int for process in message["wants"]):
+        raise NonsenseError
 
 
 async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterator[float]:
@@ -96,6 +107,14 @@ async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterat
         now = time.monotonic()
         yield min(now - last, 2 * interval)
         last = now
+
+
+def notice_times(timeout_seconds: float) -> Iterator[float]:
+    """Yields the seconds of waiting after which to say who is missing: 5, 35, 65 and so on.
+
+    The first notice comes after half of `timeout_seconds` if this is earlier.
+    """
+    return itertools.count(min(FIRST_NOTICE_SECONDS, timeout_seconds / 2), NOTICE_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True)

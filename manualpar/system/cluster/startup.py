@@ -1,9 +1,10 @@
 """Connects the processes of a run.
 
-If the coordinator's address is given, the processes first connect to the hub
-(`manualpar.system.cluster.hub`), and then JAX connects them (`jax.distributed.initialize`). If JAX
-has to find the coordinator itself, JAX connects the processes first, and process 0 sends the hub's
-address to the other processes by a collective. JAX's own failure detection stays on, because it
+If the coordinator's address is known, the processes first connect to the hub
+(`manualpar.system.cluster.hub`), check their hosts (`manualpar.system.cluster.preflight`), and then
+JAX connects them (`jax.distributed.initialize`). If JAX has to find the coordinator itself, JAX
+connects the processes first, and process 0 sends the hub's address to the other processes by a
+collective. JAX's own failure detection stays on, because it
 finds a process whose threads do not run.
 """
 
@@ -16,7 +17,7 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -25,9 +26,19 @@ from manualpar.system.cluster.cluster import Cluster
 from manualpar.system.cluster.environment import MEND, Assignment, find_assignment
 from manualpar.system.cluster.facts import Facts, announce
 from manualpar.system.cluster.hub import Hub
-from manualpar.system.cluster.messages import TOKEN_VARIABLE, Terms
+from manualpar.system.cluster.messages import TOKEN_VARIABLE, NotMetError, Terms
+from manualpar.system.cluster.preflight import (
+    PreflightError,
+    Verdict,
+    check_hosts,
+    compare_devices,
+    describe_refusal,
+)
+from manualpar.system.storage import AnyPath
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+# The time that processes wait for each other at the start.
+WAIT_SECONDS = 300.0
 # The timeouts of JAX are longer than the timeouts of this package by these seconds, so that this
 # package reports a lost process first.
 JAX_EXTRA_SECONDS = 20
@@ -35,6 +46,9 @@ JAX_EXTRA_SECONDS = 20
 # second.
 HEAD_START_SECONDS = 0.2
 LOOPBACK = ("localhost", "127.", "::1")
+ALL_ADDRESSES = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
+# The clusters in which JAX gives each process one device, if they run several on a host.
+DIVIDES_DEVICES = ("slurm", "ompi")
 
 
 def initialize(
@@ -43,9 +57,10 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     timeout_seconds: float = 10.0,
-    start_timeout_seconds: float = 300.0,
+    start_timeout_seconds: float = WAIT_SECONDS,
     environment: Mapping[str, str] | None = None,
     facts: Facts | None = None,
+    workdir: AnyPath | None = None,
 ) -> Cluster:
     """Connects this process with the other processes of a run.
 
@@ -70,14 +85,16 @@ def initialize(
       start_timeout_seconds: The time to wait until all processes have started.
       environment: The environment variables, by default `os.environ`.
       facts: Values that must be equal in all processes, by a name that users understand. If the
-        coordinator's address is given, they are compared before JAX connects the processes.
+        coordinator's address is known, they are compared before JAX connects the processes.
+      workdir: The folder of the run, or a bucket, to check that all hosts see the same.
 
     Returns:
       The cluster, with connected processes.
 
     Raises:
       ValueError: Only some of the arguments are given, or they do not fit together; or processes
-        differ in their facts, their number, their token, or their devices.
+        differ in their facts, their number, their token, or their devices; or the hosts lack
+        something that a run needs, see `manualpar.system.cluster.preflight`.
       ConnectionError: The other processes, or process 0, cannot be reached.
       RuntimeError: JAX has already made its devices.
 
@@ -95,12 +112,87 @@ def initialize(
     start_jax = functools.partial(
         _start_jax, timeout_seconds=timeout_seconds, start_timeout_seconds=start_timeout_seconds
     )
+    meets_first = own is not None and own.coordinator_address is not None
+    cluster, bind_address = _meet(
+        own, start_jax, environment, timeout_seconds, start_timeout_seconds
+    )
+    if own is None or cluster.num_processes == 1:
+        return cluster
+    cluster.agree(facts or {})
+    _refuse_unready(cluster, check_hosts(cluster, workdir=workdir))
+    if meets_first:
+        if not cluster.is_main:
+            time.sleep(HEAD_START_SECONDS)
+        try:
+            start_jax(own, bind_address)
+        except Exception as error:
+            # If another process was lost, this call usually ends this process.
+            cluster.explain_failure(error)
+            cluster.failed(error)
+            raise
+    for line in compare_devices(cluster):
+        announce(line)
+    return cluster
+
+
+def examine(
+    *,
+    timeout_seconds: float = 10.0,
+    start_timeout_seconds: float = WAIT_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    facts: Facts | None = None,
+    workdir: AnyPath | None = None,
+) -> tuple[Cluster, Verdict]:
+    """Checks the hosts of a cluster without a run, see `check_hosts`.
+
+    JAX connects the processes only where it has to find the coordinator itself.
+
+    Returns:
+      The processes, which have disconnected, and the verdict.
+
+    Raises:
+      ValueError: The environment's variables do not fit together.
+      ConnectionError: The other processes, or process 0, cannot be reached.
+    """
+    environment = os.environ if environment is None else environment
+    own = find_assignment(None, None, None, environment)
+    start_jax = functools.partial(
+        _start_jax, timeout_seconds=timeout_seconds, start_timeout_seconds=start_timeout_seconds
+    )
+    cluster, _ = _meet(own, start_jax, environment, timeout_seconds, start_timeout_seconds)
+    verdict = check_hosts(cluster, workdir=workdir, facts=facts, has_devices=True)
+    cluster.close()
+    return cluster, verdict
+
+
+def _refuse_unready(cluster: Cluster, verdict: Verdict) -> None:
+    """Prints what is noticed about the hosts; raises a `PreflightError` if a run is refused."""
+    if verdict.fatal:
+        cluster.close()  # All processes raise this error, so none is lost.
+        raise PreflightError(describe_refusal(verdict))
+    is_all_well_on_one_host = len(verdict.lines) == 1 and verdict.lines[0].endswith(": ok")
+    if cluster.is_main and not is_all_well_on_one_host:
+        for line in verdict.lines:
+            announce(line)
+
+
+def _meet(
+    own: Assignment | None,
+    start_jax: Callable[[Assignment, str | None], None],
+    environment: Mapping[str, str],
+    timeout_seconds: float,
+    start_timeout_seconds: float,
+) -> tuple[Cluster, str | None]:
+    """Connects the processes to the hub, before JAX connects them if that is possible.
+
+    Also returns the address at which JAX's coordination service must listen, in process 0.
+    """
     if own is not None and own.coordinator_address is None:
         start_jax(own, None)
         count, process = jax.process_count(), jax.process_index()
         own = dataclasses.replace(own, num_processes=count, process_id=process)
     if own is None or own.num_processes == 1:
-        return Cluster(timeout_seconds=timeout_seconds)
+        return Cluster(timeout_seconds=timeout_seconds), None
     assert own.process_id is not None
     assert own.num_processes is not None
     cluster = Cluster(
@@ -111,32 +203,16 @@ def initialize(
         own.num_processes,
         environment.get(TOKEN_VARIABLE, ""),
         timeout_seconds,
-        join_seconds=max(start_timeout_seconds, timeout_seconds),
+        join_seconds=start_timeout_seconds,
     )
     if own.coordinator_address is None:
         _meet_after_jax(cluster, terms)
-        cluster.agree(facts or {})
-    else:
-        listen_at = environment.get(BIND_VARIABLE) or own.coordinator_address
-        bind_address = _meet_before_jax(cluster, terms, own.coordinator_address, listen_at)
-        cluster.agree(facts or {})
-        if not cluster.is_main:
-            time.sleep(HEAD_START_SECONDS)
-        try:
-            start_jax(own, bind_address)
-        except Exception as error:
-            # If another process was lost, this call usually ends this process.
-            cluster.explain_failure(error)
-            cluster.failed(error)
-            raise
-    devices = jax.local_devices()
-    cluster.agree(
-        {
-            "the number of devices": str(len(devices)),
-            "the kind of device": devices[0].device_kind,
-        }
-    )
-    return cluster
+        return cluster, None
+    listen_at = environment.get(BIND_VARIABLE) or own.coordinator_address
+    if own.manager and BIND_VARIABLE not in environment:
+        # As JAX does: the name of the host may lead to an address that others cannot reach.
+        listen_at = f"{ALL_ADDRESSES}:{split_address(own.coordinator_address)[1]}"
+    return cluster, _meet_before_jax(cluster, terms, own.coordinator_address, listen_at)
 
 
 def _start_jax(
@@ -155,6 +231,7 @@ def _start_jax(
     """
     jax.config.update("jax_enable_preemption_service", False)
     is_given = own.coordinator_address is not None
+    detection = own.manager if own.manager in DIVIDES_DEVICES else "deactivate"
     jax_timeout = math.ceil(timeout_seconds) + JAX_EXTRA_SECONDS
     try:
         with warnings.catch_warnings():
@@ -168,7 +245,7 @@ def _start_jax(
                 # An empty list means all devices. With `None` JAX may choose one device for each
                 # process.
                 local_device_ids=[] if own.sees_all_devices else None,
-                cluster_detection_method="deactivate" if is_given else None,
+                cluster_detection_method=detection if is_given else None,
                 initialization_timeout=math.ceil(start_timeout_seconds),
                 heartbeat_timeout_seconds=jax_timeout,
                 shutdown_timeout_seconds=jax_timeout,
@@ -204,9 +281,9 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionError:
+def _not_met(own: Assignment, seconds: float, error: Exception) -> NotMetError:
     who = f"the {own.num_processes} processes" if own.coordinator_address else "the processes"
-    return ConnectionError(
+    return NotMetError(
         f"initialize: {who} did not all connect to {own.coordinator_address or 'the coordinator'} "
         f"within {seconds:g} s; check that all processes were started with the same address and "
         f"can reach it ({' '.join(str(error).split())[:300]})"
@@ -241,7 +318,7 @@ def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
     own_name, port, hub = socket.gethostname(), 0, None
     if cluster.is_main:
         terms = dataclasses.replace(terms, token=terms.token or secrets.token_hex(16))
-        listener = listen("[::]:0" if socket.has_dualstack_ipv6() else "0.0.0.0:0")
+        listener = listen(f"{ALL_ADDRESSES}:0")
         port, hub = listener.getsockname()[1], Hub(listener, terms)
     token, port, name, hosts = from_first([terms.token, port, own_name, _own_hosts()])
     hosts += ["localhost"] if name == own_name else []
@@ -285,7 +362,8 @@ def listen(address: str) -> socket.socket:
     )
     if failure.errno == errno.EADDRINUSE:
         mend = "another program uses that port; choose a free port"
-    raise ConnectionError(f"initialize: process 0 cannot listen at {address} ({failure}): {mend}")
+    kind = NotMetError if isinstance(failure, socket.gaierror) else ConnectionError
+    raise kind(f"initialize: process 0 cannot listen at {address} ({failure}): {mend}")
 
 
 def split_address(address: str) -> tuple[str, int]:
