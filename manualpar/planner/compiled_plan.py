@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from manualpar.core.mesh.mesh_order import in_order
 from manualpar.core.summary import Summarized
-from manualpar.inspect.communication import summed
+from manualpar.inspect.communication import Collective, summed
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.planner.gpu_costs import CLOCK, cudnn_seconds, gpu_cycles, of_gpus
 from manualpar.planner.hardware import Chip
@@ -149,7 +149,7 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
     )
 
 
-def _ring_of(step: CompiledStep, collective: CompiledCollective) -> Ring:
+def _ring_of(step: CompiledStep, collective: Collective | CompiledCollective) -> Ring:
     mesh = step.facts["mesh"]
     axes = collective.axes or tuple(axis for axis, size in mesh.items() if size > 1)
     return ring_over(step.topology, in_order(mesh, step.facts["order"]), axes)

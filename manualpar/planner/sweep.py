@@ -166,8 +166,10 @@ class Builder(NamedTuple):
         program = build_experiment(config, task, schedule, devices=topology.num_devices)
         throughput, overlap = throughput_of(config, task), config.parallel.overlap
         fused = has_kernel(task.model, program, topology.chip)
-        of_chip = {"fused_attention": fused, "platform": topology.chip.device.platform}
-        return read_work(program, throughput, overlap=overlap, **of_chip)
+        platform = topology.chip.device.platform
+        return read_work(
+            program, throughput, fused_attention=fused, overlap=overlap, platform=platform
+        )
 
     def outcome(self, candidate: Candidate, topology: Topology) -> Outcome[Candidate]:
         """Traces a candidate's program, and returns the outcome."""
