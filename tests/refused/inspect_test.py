@@ -235,7 +235,6 @@ REFUSED = [
     *rows(
         "compiled",
         lambda line: compiled_collectives(module(f"ROOT %y = f32[6,4] {line}")),
-        ("ragged-all-to-all(%x), replica_groups={}", r"contains ragged-all-to-all \(scope: none\)"),
         (
             'collective-broadcast(%x), metadata={op_name="jit(f)/cast"}',
             r"contains collective-broadcast \(scope: jit\(f\)/cast\), expected one of all-gather",
