@@ -55,7 +55,6 @@ class Candidate:
     Attributes:
       remat: The model's `remat`; "" if the model has no such option.
       gather_dtype: The dtype in which parameters are gathered; "" for the stored dtype.
-      replica_mean: When gradients are averaged over replicas; "" if the strategy has none.
     """
 
     strategy: str
@@ -63,7 +62,6 @@ class Candidate:
     num_minibatches: int
     remat: str
     gather_dtype: str
-    replica_mean: str = ""
 
     @property
     def name(self) -> str:
@@ -76,7 +74,6 @@ class Candidate:
         parts = [f"{self.num_minibatches} minibatch{'es' * (self.num_minibatches > 1)}"]
         parts += [f"remat {self.remat}"] if self.remat else []
         parts += [f"gather {self.gather_dtype}"] if self.gather_dtype else []
-        parts += ["mean in the backward pass"] if self.replica_mean == "backward" else []
         return ", ".join(parts)
 
 
@@ -153,8 +150,6 @@ class Builder(NamedTuple):
         config.parallel.strategy = candidate.strategy
         config.parallel.mesh = ml_collections.ConfigDict(dict(candidate.mesh))
         config.parallel.gather_dtype = candidate.gather_dtype
-        if candidate.replica_mean:
-            config.parallel.replica_mean = candidate.replica_mean
         config.parallel.axis_by_axis |= MINOR_AXIS in candidate.mesh
         config.optimizer.num_minibatches = candidate.num_minibatches
         config.data.batch_size = batch_size or config.data.batch_size
@@ -322,9 +317,8 @@ def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
             for axis in builder.layer_axes:
                 meshes += _meshes_with(axis, kind, topology)
         for mesh in meshes:
-            means = kind.fields["replica_mean"].choices if "replica_mean" in kind.fields else ("",)
-            for remat, mean in itertools.product(builder.remats, means):
-                yield Candidate(strategy, mesh, 1, remat, "", mean)
+            for remat in builder.remats:
+                yield Candidate(strategy, mesh, 1, remat, "")
 
 
 def _meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
