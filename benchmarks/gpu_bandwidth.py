@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.gpu_rows import Row
 from manualpar import make_mesh
 from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD
+from manualpar.layers.boundaries import enter, leave
+from manualpar.layers.ring_chunks import shift
 from manualpar.system.cluster.agreement import from_first
 
 AXIS = "data"
@@ -33,24 +35,28 @@ COLLECTIVES = tuple(SENT)
 
 
 def collective(kind: str, mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Returns a jitted collective: an array `[n, m]`, a row on each device, to a new array.
+    """Returns a jitted collective: from an array `[n, m]`, a row on each device, to a new array.
 
-    For an all-gather, `m` is the length of a shard. For the others, a multiple of `n`.
+    For an all-gather, `m` is the length of a shard. For the others, a multiple of `n`. The
+    all-to-all is XLA's, for an array whose columns are sharded in place of its rows; the others are
+    those of layers.
     """
-    n = mesh.size
+    if kind == "all-to-all":
+        columns = jax.sharding.NamedSharding(mesh, P(None, AXIS))
+        return jax.jit(lambda x: x, out_shardings=columns)
     kinds: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-        "all-gather": lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
-        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, AXIS, tiled=True),
-        "all-reduce": lambda x: jax.lax.psum(x, AXIS),
-        "all-to-all": lambda x: jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True),
-        "ppermute": lambda x: jax.lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)]),
+        "all-gather": lambda x: enter(x, AXIS, 0),
+        "reduce-scatter": lambda x: leave(x, AXIS, 0),
+        "all-reduce": lambda x: leave(x, AXIS),
+        "ppermute": lambda x: shift(x, (AXIS,), 1),
     }
 
     def on_device(x: jax.Array) -> jax.Array:
         return kinds[kind](x[0])[None]
 
     result = P() if kind == "all-reduce" else P(AXIS)
-    return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P(AXIS), out_specs=result))
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P(AXIS), out_specs=result, check_vma=True)
+    return jax.jit(run)
 
 
 def measure_bandwidth(options: argparse.Namespace, kind: str) -> Row:

@@ -49,7 +49,7 @@ def page(
     suite: str,
 ) -> list[str]:
     """Returns the lines of the page."""
-    problems = [f"- {row.name}: {row.problem}." for row in rows if row.problem]
+    problems = [f"- {row.name}: {row.problem.rstrip('.')}." for row in rows if row.problem]
     return [
         *_introduction(conditions, options, machine),
         *_steps(options, rows, machine),

@@ -18,6 +18,7 @@ from benchmarks.gpu_rows import Row, run_row
 from benchmarks.results import note_conditions
 from benchmarks.turns import Estimate
 from manualpar import make_mesh
+from manualpar.inspect import compiled_collectives
 
 MACHINE = {
     "kind": "cpu",
@@ -164,11 +165,14 @@ def test_collectives_do_what_they_are_called(kind, devices8):
         "all-gather": np.tile(x.ravel(), (4, 1)),
         "reduce-scatter": x.sum(0)[:, None],
         "all-reduce": x.sum(0)[None],
-        "all-to-all": x.T,
+        "all-to-all": x,  # Its columns are sharded in place of its rows.
         "ppermute": np.roll(x, 1, 0),
     }
-    found = gpu_bandwidth.collective(kind, mesh)(x)
-    np.testing.assert_array_equal(found, expected[kind])
+    run = gpu_bandwidth.collective(kind, mesh)
+    given = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("data")))
+    np.testing.assert_array_equal(run(given), expected[kind])
+    compiled = compiled_collectives(run.lower(given).compile())
+    assert [one.kind for one in compiled] == [kind.replace("-", "_").replace("pp", "p")]
 
 
 def test_bandwidth_is_that_of_the_bytes_on_the_links():
