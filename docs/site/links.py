@@ -92,6 +92,9 @@ def find_entry(name: str) -> str | None:
             thing = _member(thing, part)
         except (AttributeError, ModuleNotFoundError, DeprecationWarning):
             return None
+        # The old name of a module is an attribute too, once something has imported it.
+        if inspect.ismodule(thing) and not f"{name}.".startswith(f"{thing.__name__}."):
+            return None
         entry = _entry_of(thing) or entry
     return entry
 
