@@ -73,7 +73,7 @@ def _replace_builder(monkeypatch, strategy, builder):
         ("zero2", TWO_AXES, "zero", {"stage": 2, **SHARDED, **OVER_BOTH}),
         ("fsdp", ONE_AXIS, "fsdp", {**SHARDED, **GATHERED}),
         ("fsdp", TWO_AXES, "fsdp", {**SHARDED, **GATHERED, **OVER_BOTH}),
-        ("hsdp", TWO_AXES, "hsdp", {**SHARDED, **GATHERED}),
+        ("hsdp", TWO_AXES, "hsdp", {**SHARDED, **GATHERED, "replica_mean": "step"}),
     ],
 )
 def test_every_option_reaches_the_builder_that_has_it(
