@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -110,43 +111,58 @@ GKE_TPU = JOBSET | {
     "TPU_TOPOLOGY": "4x4",
 }
 TPU_ADDRESSES = {"TPU_PROCESS_ADDRESSES": "t-0:8471,t-1:8471", "TPU_WORKER_ID": "0"}
-SLICES = {
+TWO_SLICES = {
     "MEGASCALE_COORDINATOR_ADDRESS": "train-slice-job-0-0.train",
     "MEGASCALE_NUM_SLICES": "2",
     "MEGASCALE_PORT": "8081",
     "MEGASCALE_SLICE_ID": "1",
 }
-ONE_HOST_SLICES = SLICES | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+ONE_HOST_SLICES = TWO_SLICES | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
 # A Cloud TPU machine outside Kubernetes: only the metadata server knows the others.
 CLOUD_TPU = {"TPU_ACCELERATOR_TYPE": "v5litepod-16", "TPU_RUNTIME_METRICS_PORTS": "8431"}
+
+IN_SLURM = Assignment("node001:62055", 2, 0, True, manager="slurm")
+IN_OPEN_MPI = Assignment("10.96.0.1:62624", 2, 1, True, manager="ompi")
 
 
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        (SLURM_STEP, ALL_DEVICES),
-        (SLURM_STEP | {"SLURM_STEP_NODELIST": "node001,host2"}, ALL_DEVICES),
-        (SLURM_STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "1"}, JAX_CHOOSES),
+        (SLURM_STEP, IN_SLURM),
+        (SLURM_STEP | {"SLURM_STEP_NODELIST": "node001,host2"}, IN_SLURM),
+        (
+            SLURM_STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "1"},
+            dataclasses.replace(IN_SLURM, sees_all_devices=False),
+        ),
         # Slurm's own plugin for MPICH sets these variables too.
-        (SLURM_STEP | MPICH, ALL_DEVICES),
+        (SLURM_STEP | MPICH, IN_SLURM),
         # A batch script without srun: one process.
         ({name: text for name, text in SLURM_STEP.items() if "STEP" not in name}, None),
-        (OPEN_MPI_4, ALL_DEVICES),
+        (OPEN_MPI_4, IN_OPEN_MPI),
         (
             OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fe80::b9b,2620::2]:43370"},
-            ALL_DEVICES,
+            dataclasses.replace(IN_OPEN_MPI, coordinator_address="[fe80::b9b]:62880"),
         ),
-        (OPEN_MPI_4 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, JAX_CHOOSES),
+        (
+            OPEN_MPI_4 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            dataclasses.replace(IN_OPEN_MPI, sees_all_devices=False),
+        ),
         (OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
         (MPICH | {"PMI_SIZE": "1"}, None),
         (POD, None),
         (JOBSET, JAX_CHOOSES),
         (JOBSET | OURS, Assignment("a:1", 2, 1, True)),
-        (GKE_TPU, JAX_CHOOSES),
-        (GKE_TPU | SLICES, JAX_CHOOSES),
-        (TPU_ADDRESSES, JAX_CHOOSES),
+        (GKE_TPU, Assignment("t-0.train:8482", 4, 1, False, manager="tpu")),
+        (
+            GKE_TPU | TWO_SLICES,
+            Assignment("train-slice-job-0-0.train:8482", 8, 5, False, manager="tpu"),
+        ),
+        (TPU_ADDRESSES, Assignment("t-0:8482", 2, 0, False, manager="tpu")),
         (TPU_ADDRESSES | {"TPU_PROCESS_ADDRESSES": "t-0:8471"}, None),
-        (ONE_HOST_SLICES, JAX_CHOOSES),
+        (
+            ONE_HOST_SLICES,
+            Assignment("train-slice-job-0-0.train:8482", 2, 1, False, manager="tpu"),
+        ),
         (ONE_HOST_SLICES | {"MEGASCALE_NUM_SLICES": "1"}, None),
         (CLOUD_TPU, None),
     ],
