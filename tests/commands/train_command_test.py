@@ -229,8 +229,8 @@ def test_norms_are_reported_on_request(capsys):
 
 @pytest.mark.slow
 def test_replicas_that_differ_stop_a_run(monkeypatch, capsys):
-    def prepare_broken(config):
-        experiment = prepare(config)
+    def prepare_broken(config, **options):
+        experiment = prepare(config, **options)
         step = experiment.program.train_step
 
         def train_step(state, batch):

@@ -285,7 +285,7 @@ def test_a_program_takes_a_planned_model_as_any_other(devices8: list[jax.Device]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     total, count = program.eval_step(program.init_from(variables), batch)["loss"]
     np.testing.assert_allclose(total / count, losses.mean(), rtol=1e-5)
-    assert "LanguageModel" in repr(program.model)
+    assert "LanguageModel" in repr(planned)
 
 
 @pytest.mark.slow
