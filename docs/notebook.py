@@ -21,6 +21,7 @@ from manualpar.system.storage.untrusted import read_file
 
 # The extras that the code of a page needs, and packages that no extra installs.
 EXTRAS = {
+    "attention": "train",
     "how_it_works": "examples",
     "hugging_face_data": "train",
     "questions": "train,examples",

@@ -174,5 +174,5 @@ def test_a_tokenizer_file(bucket_folder, corpus):
     for path in (there, bucket_folder):
         dataset = load("text", bucket_folder / "corpus", tokenizer=str(path))
         assert_same_data(dataset, expected)
-    with pytest.raises(ValueError, match=r"tokenizer is 's3://.*which is no file"):
+    with pytest.raises(ValueError, match=r"`tokenizer` is 's3://.*which is no file"):
         load("text", corpus, tokenizer=str(bucket_folder / "none.json"))
