@@ -82,7 +82,7 @@ def fit(
         `init_args`.
       init_from: The parameters to begin with, as `Program.init_from` takes them; by default they
         are initialized. A call that resumes does not use them.
-      cluster: The processes that train together, from `manualpar.cluster.initialize()`, inside its
+      cluster: The processes that train together, from `manualpar.system.cluster.initialize`, inside its
         context. By default the environment decides, as in `initialize`.
 
     Returns:
@@ -92,7 +92,8 @@ def fit(
       ValueError: A field is not allowed, or contradicts another one or the data.
       TypeError: An argument has the wrong type.
       UsageError: The folder contains another run.
-      StoppedError, NonFiniteError, CheckpointError, ...: See `manualpar.training.run.run`.
+      StoppedError, NonFiniteError, CheckpointError: See `manualpar.training.run.run`, which raises
+        others too.
 
     Communication:
       That of the program, and with several processes that of agreements on the data and the folder.
@@ -188,7 +189,7 @@ def _rows(stream: BatchStream) -> int:
 def _connect(workdir: AnyPath) -> Cluster:
     """Connects this process with the other processes of the environment, if there are any."""
     mend = (
-        "call manualpar.cluster.initialize() before anything uses a device, and give its result "
+        "call manualpar.system.cluster.initialize() before anything uses a device, and give its result "
         "to fit(cluster=...)."
     )
     try:
