@@ -82,8 +82,8 @@ def fit(
         `init_args`.
       init_from: The parameters to begin with, as `Program.init_from` takes them; by default they
         are initialized. A call that resumes does not use them.
-      cluster: The processes that train together, from `manualpar.system.cluster.initialize`, inside its
-        context. By default the environment decides, as in `initialize`.
+      cluster: The processes that train together, from `manualpar.system.cluster.initialize`, inside
+        its context. By default the environment decides, as in `initialize`.
 
     Returns:
       The program, the state, and the metrics.
@@ -189,8 +189,8 @@ def _rows(stream: BatchStream) -> int:
 def _connect(workdir: AnyPath) -> Cluster:
     """Connects this process with the other processes of the environment, if there are any."""
     mend = (
-        "call manualpar.system.cluster.initialize() before anything uses a device, and give its result "
-        "to fit(cluster=...)."
+        "call manualpar.system.cluster.initialize() before anything uses a device, and give its "
+        "result to fit(cluster=...)."
     )
     try:
         cluster = initialize(workdir=workdir)
