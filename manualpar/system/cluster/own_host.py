@@ -138,6 +138,11 @@ def driver_version() -> str:
 def listen_at(address: str) -> socket.socket:
     """Listens on a free port at an address of this host; at all addresses if it is empty."""
     if not address:
+        if socket.has_dualstack_ipv6():
+            with contextlib.suppress(OSError):  # The host has no IPv6.
+                return socket.create_server(
+                    ("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+                )
         return socket.create_server(("", 0), backlog=1024)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=1024)
