@@ -30,12 +30,12 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.results import note_conditions, write_results
 from manualpar.layers.attention import AttentionKind, attention
+from manualpar.planner.compiled_timeline import on_all_links, read_timeline
 from manualpar.planner.compiler_worker import is_out_of_hbm
 from manualpar.planner.kernels import kernel_clock, kernels_in
 from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import ENVIRONMENT
-from manualpar.planner.tpu_timeline import on_all_links, read_timeline
 
 KINDS: tuple[AttentionKind, ...] = tuple(
     kind for kind in get_args(AttentionKind) if kind not in ("", "cudnn")

@@ -239,7 +239,7 @@ class Reading:
     in which the computation itself runs.
 
     A subclass in the planner computes times from the same instructions
-    (`manualpar.planner.tpu_timeline`). It follows all stages together, with `stage=None`.
+    (`manualpar.planner.compiled_timeline`). It follows all stages together, with `stage=None`.
     """
 
     reader = "compiled_collectives"  # The caller's name, for error messages.

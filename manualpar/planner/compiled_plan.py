@@ -14,6 +14,12 @@ from manualpar.core.mesh.mesh_order import in_order
 from manualpar.core.summary import Summarized
 from manualpar.inspect.communication import Collective, summed
 from manualpar.inspect.compiled import CompiledCollective
+from manualpar.planner.compiled_timeline import (
+    SLICES,
+    Timeline,
+    on_all_links,
+    read_timeline,
+)
 from manualpar.planner.gpu_costs import CLOCK, cudnn_seconds, gpu_cycles, of_gpus
 from manualpar.planner.hardware import Chip
 from manualpar.planner.kernels import Kernel, kernel_clock, kernel_efficiency
@@ -26,12 +32,6 @@ from manualpar.planner.timed_collectives import (
     planned_collectives,
 )
 from manualpar.planner.topology import Ring, Topology, ring_over
-from manualpar.planner.tpu_timeline import (
-    SLICES,
-    Timeline,
-    on_all_links,
-    read_timeline,
-)
 from manualpar.training.monitoring.throughput import Throughput
 
 NUM_NOTED, NUM_NOTED_HIDDEN = 5, 3

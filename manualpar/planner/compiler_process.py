@@ -23,7 +23,7 @@ import ml_collections
 
 from manualpar.planner import compiler_worker as worker
 from manualpar.planner.compiled_plan import CompiledStep
-from manualpar.planner.topology import Topology
+from manualpar.planner.topology import Topology, parse_topology
 from manualpar.strategies import strategy_kinds
 
 TIMEOUT = 1800.0  # Seconds for one compilation.
@@ -35,7 +35,7 @@ class CompilerError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """How one of XLA's compilers is started.
+    """One of XLA's compilers, as a worker starts it.
 
     Attributes:
       name: `"TPU"` or `"GPU"`.
@@ -44,6 +44,7 @@ class Compiler:
       describe: Returns the arguments of `jax.experimental.topologies.get_topology_desc` for a
         topology.
       explain: Turns the worker's record of an exception into a sentence.
+      refuse: Returns why the compiler does not take a topology; "" if it does.
       diagnostics: Returns compiler options that leave the program as it is.
     """
 
@@ -52,13 +53,14 @@ class Compiler:
     environment: Mapping[str, str]
     describe: Callable[[Topology], dict[str, Any]]
     explain: Callable[[Mapping[str, str], Topology], str]
+    refuse: Callable[[Topology], str]
     diagnostics: Callable[[Topology], dict[str, Any]] = lambda _: {}
 
 
 def run_compiler(
     compiler: Compiler,
     config: ml_collections.ConfigDict,
-    topology: Topology,
+    topology: Topology | str,
     *,
     options: Mapping[str, str | bool] | None = None,
     vocab_size: int = 0,
@@ -68,7 +70,7 @@ def run_compiler(
     Args:
       compiler: The compiler for the topology's devices.
       config: A training config.
-      topology: The topology.
+      topology: The topology, or its name.
       options: Additional compiler options, which override the options that
         `config.parallel.overlap` chooses; see `manualpar.core.mesh.compiler_options`.
       vocab_size: The tokens of a language model's vocabulary; 0 for the vocabulary of its data.
@@ -78,6 +80,10 @@ def run_compiler(
       CompilerError: The compiler is not installed, does not know the topology or an option,
         crashes, or takes too long.
     """
+    if isinstance(topology, str):
+        topology = parse_topology(topology)
+    if refusal := compiler.refuse(topology):
+        raise CompilerError(refusal)
     request = {
         "config": config.to_dict(),
         "strategy_file": inspect.getsourcefile(strategy_kinds()[config.parallel.strategy].builder),

@@ -14,11 +14,11 @@ from typing import Any
 import ml_collections
 
 from manualpar.planner import compiler_worker as worker
-from manualpar.planner.compiled_plan import CompiledStep, plan_of
-from manualpar.planner.compiler_process import Compiler, CompilerError, run_compiler
+from manualpar.planner.compiled_plan import plan_of
+from manualpar.planner.compiler_process import Compiler, run_compiler
 from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.plan import StepEstimate
-from manualpar.planner.topology import Topology, levels_of, parse_topology
+from manualpar.planner.topology import Topology, levels_of
 
 PACKAGES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 INSTALL = 'pip install "manualpar[gpu-compiler]"'
@@ -48,27 +48,17 @@ def compile_for_gpu(
       CompilerError: The compiler is not installed, has no description of the chip, does not know
         an option, crashes, or takes too long.
     """
-    return plan_of(compile_step(config, topology, options=options, vocab_size=vocab_size))
+    return plan_of(run_compiler(GPU, config, topology, options=options, vocab_size=vocab_size))
 
 
-def compile_step(
-    config: ml_collections.ConfigDict,
-    topology: Topology | str,
-    *,
-    options: Mapping[str, str | bool] | None = None,
-    vocab_size: int = 0,
-) -> CompiledStep:
-    """Compiles a config's training step for a topology; see `compile_for_gpu`."""
-    if isinstance(topology, str):
-        topology = parse_topology(topology)
-    if topology.chip.name not in GPU_TARGETS:
-        raise CompilerError(
-            f"topology {topology.name!r} is of {topology.chip.name}, expected one of "
-            f"{', '.join(GPU_TARGETS)}, because XLA's GPU compiler needs a description of the "
-            "chip. Use the roofline's estimate, or for TPUs "
-            "manualpar.planner.tpu_compiler.compile_for_tpu."
-        )
-    return run_compiler(_COMPILER, config, topology, options=options, vocab_size=vocab_size)
+def _refuse(topology: Topology) -> str:
+    if topology.chip.name in GPU_TARGETS:
+        return ""
+    return (
+        f"topology {topology.name!r} is of {topology.chip.name}, expected one of "
+        f"{', '.join(GPU_TARGETS)}, because XLA's GPU compiler needs a description of the chip. "
+        "Use the roofline's estimate, or for TPUs manualpar.planner.tpu_compiler.compile_for_tpu."
+    )
 
 
 def _describe(topology: Topology) -> dict[str, Any]:
@@ -100,4 +90,4 @@ def _explain(facts: Mapping[str, str], topology: Topology) -> str:
     return f"the GPU compiler failed for {topology.name}: {error[:500]}"
 
 
-_COMPILER = Compiler("GPU", PACKAGES, ENVIRONMENT, _describe, _explain, _diagnose)
+GPU = Compiler("GPU", PACKAGES, ENVIRONMENT, _describe, _explain, _refuse, _diagnose)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 
 from manualpar.inspect.flops import CUDNN_PRODUCTS
 from manualpar.inspect.hlo import HloModule, Instruction, Instructions, array_bytes, arrays
+from manualpar.planner.compiled_timeline import FREE_OPCODES, Cycles
 from manualpar.planner.gpu_targets import GPU_TARGETS
 from manualpar.planner.hardware import Chip
 from manualpar.planner.kernels import kernel_efficiency
-from manualpar.planner.tpu_timeline import FREE_OPCODES, Cycles
 
 CLOCK = 1e9  # Cycles per second: a cycle is a nanosecond.
 _ESTIMATE = re.compile(

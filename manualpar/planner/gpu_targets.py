@@ -12,7 +12,7 @@ from manualpar.planner.hardware import Chip
 
 # XLA checks these versions. A missing runtime version is an error in some versions of XLA
 # (https://github.com/openxla/xla/issues/25919).
-CUDA, CUDNN = (12, 9, 0), (9, 10, 0)
+CUDA, CUDNN = (12, 9, 0), (9, 10, 2)
 # XLA numbers dtypes by `PrimitiveType`.
 BYTES_DTYPES = (2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36)
 F16, F32, F64, BF16, F4 = 10, 11, 12, 16, 32

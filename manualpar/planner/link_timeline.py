@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.hlo import Groups, Instruction, permuted_pairs
+from manualpar.planner.compiled_timeline import SendModel, WireSeconds
 from manualpar.planner.topology import Topology, is_closed
-from manualpar.planner.tpu_timeline import SendModel, WireSeconds
 
 TorusPlace = tuple[int, ...]  # The slice of a device, then its coordinates in the torus.
 Link = tuple[TorusPlace, int, int]  # From a place along a dimension, in a direction: 1 or -1.

@@ -3,7 +3,7 @@
 The roofline times the collectives of a traced program or a closed form with `Clock`. A collective
 runs on one ring over its mesh axes (`manualpar.planner.topology`). The purpose and the scope of a
 collective decide whether compute can hide it. For a compiled program,
-`manualpar.planner.tpu_timeline` makes the `TimedCollective`s without `Clock`.
+`manualpar.planner.compiled_timeline` makes the `TimedCollective`s without `Clock`.
 """
 
 import dataclasses

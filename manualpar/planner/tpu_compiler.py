@@ -10,10 +10,10 @@ from typing import Any
 import ml_collections
 
 from manualpar.planner import compiler_worker as worker
-from manualpar.planner.compiled_plan import CompiledStep, plan_of
-from manualpar.planner.compiler_process import Compiler, CompilerError, run_compiler
+from manualpar.planner.compiled_plan import plan_of
+from manualpar.planner.compiler_process import Compiler, run_compiler
 from manualpar.planner.plan import StepEstimate
-from manualpar.planner.topology import Topology, parse_topology
+from manualpar.planner.topology import Topology
 
 # libtpu must not look for a TPU, and several of these processes may run at the same time. A flag in
 # XLA_FLAGS that libtpu does not know, such as one for CPUs, would end the process.
@@ -50,25 +50,16 @@ def compile_for_tpu(
       CompilerError: libtpu is not installed, does not know the topology or an option, crashes, or
         takes too long.
     """
-    return plan_of(compile_step(config, topology, options=options, vocab_size=vocab_size))
+    return plan_of(run_compiler(TPU, config, topology, options=options, vocab_size=vocab_size))
 
 
-def compile_step(
-    config: ml_collections.ConfigDict,
-    topology: Topology | str,
-    *,
-    options: Mapping[str, str | bool] | None = None,
-    vocab_size: int = 0,
-) -> CompiledStep:
-    """Compiles a config's training step for a topology; see `compile_for_tpu`."""
-    if isinstance(topology, str):
-        topology = parse_topology(topology)
-    if not topology.chip.is_tpu:
-        raise CompilerError(
-            f"topology {topology.name!r} is of {topology.chip.name}, expected TPUs, because this "
-            "compiler supports only TPUs. Use manualpar.planner.gpu_compiler.compile_for_gpu."
-        )
-    return run_compiler(_COMPILER, config, topology, options=options, vocab_size=vocab_size)
+def _refuse(topology: Topology) -> str:
+    if topology.chip.is_tpu:
+        return ""
+    return (
+        f"topology {topology.name!r} is of {topology.chip.name}, expected TPUs, because this "
+        "compiler supports only TPUs. Use manualpar.planner.gpu_compiler.compile_for_gpu."
+    )
 
 
 def _describe(topology: Topology) -> dict[str, Any]:
@@ -103,4 +94,4 @@ def _explain(facts: Mapping[str, str], topology: Topology) -> str:
     return f"the TPU compiler failed for {topology.name}: {error[:500]}"
 
 
-_COMPILER = Compiler("TPU", PACKAGES, ENVIRONMENT, _describe, _explain)
+TPU = Compiler("TPU", PACKAGES, ENVIRONMENT, _describe, _explain, _refuse)

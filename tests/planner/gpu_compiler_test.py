@@ -8,8 +8,9 @@ from ml_collections import ConfigDict
 from manualpar.inspect.memory import step_memory
 from manualpar.layers.attention.devices import tracing_for
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
+from manualpar.planner.compiler_process import run_compiler
 from manualpar.planner.compiler_worker import installed
-from manualpar.planner.gpu_compiler import PACKAGES, compile_for_gpu, compile_step
+from manualpar.planner.gpu_compiler import GPU, PACKAGES, compile_for_gpu
 from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.vocabulary import prepare_planned
@@ -94,7 +95,7 @@ def test_description_agrees_with_the_chip(chip: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["h100:8", "a100:2x4", "b200:8"])
 def test_step_is_compiled_for_a_topology(config: ConfigDict, topology: str) -> None:
-    step = compile_step(config.lock(), topology)
+    step = run_compiler(GPU, config.lock(), topology)
     plan = plan_of(step)
     assert plan.fits
     assert plan.mfu is not None
@@ -130,6 +131,6 @@ def test_planned_memory_is_near_the_compiled_memory(config: ConfigDict) -> None:
 def test_experts_without_a_capacity_send_ragged(config: ConfigDict) -> None:
     config.model.num_experts, config.model.capacity_factor = 8, 0.0
     config.parallel.mesh = {"data": 2, "expert": 4}
-    step = compile_step(config.lock(), "h100:8")
+    step = run_compiler(GPU, config.lock(), "h100:8")
     assert "ragged-all-to-all-start" in step.text
     assert any(x.kind == "all_to_all" for x in plan_of(step).collectives)

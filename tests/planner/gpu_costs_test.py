@@ -14,9 +14,9 @@ import pytest
 
 from manualpar.inspect.compiled import compiled_collectives
 from manualpar.inspect.hlo import parse_module
+from manualpar.planner.compiled_timeline import Timeline, on_all_links, read_timeline
 from manualpar.planner.gpu_costs import CLOCK, cudnn_seconds, gpu_cycles
 from manualpar.planner.hardware import chip_named
-from manualpar.planner.tpu_timeline import Timeline, on_all_links, read_timeline
 
 DATA = Path(__file__).parent / "gpu"
 LAYERS, RAGGED = (

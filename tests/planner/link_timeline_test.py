@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from manualpar.planner.compiled_timeline import Timeline, read_timeline
 from manualpar.planner.link_timeline import wire_by_links
 from manualpar.planner.topology import Topology, parse_topology
-from manualpar.planner.tpu_timeline import Timeline, read_timeline
 
 BYTES = 32  # Of what everybody sends, eight numbers.
 LINE = [(0, x, 0) for x in range(4)]

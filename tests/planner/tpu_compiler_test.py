@@ -8,11 +8,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
-from manualpar.planner.compiler_process import CompilerError
+from manualpar.planner.compiler_process import CompilerError, run_compiler
 from manualpar.planner.compiler_worker import is_out_of_hbm
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import kernel_efficiency
-from manualpar.planner.tpu_compiler import compile_for_tpu, compile_step
+from manualpar.planner.tpu_compiler import TPU, compile_for_tpu
 from manualpar.training.config import load_config
 from tests.paths import ROOT
 from tests.planner.fake_worker import FACTS, answer
@@ -68,7 +68,7 @@ def test_plan_is_what_the_compiler_says(
         "temporaries": 650,
     }
     assert sum(plan.memory.values()) == plan.peak_bytes == 2000
-    step = compile_step(config, "v5e:4x4")
+    step = run_compiler(TPU, config, "v5e:4x4")
     cycles = schedule_of(step).compute_cycles
     assert plan.compute_seconds == pytest.approx(cycles / 1.5e9)
     assert plan.exposed_seconds is not None
@@ -96,7 +96,7 @@ def test_permutations_of_one_step_run_at_once_where_links_are_their_own(
     steps = []
     for places in (ring, ring[::2] + ring[1::2]):
         answer(monkeypatch, facts | {"places": places}, text=text)
-        step = compile_step(config.lock(), "v5e:2x4")
+        step = run_compiler(TPU, config.lock(), "v5e:2x4")
         steps.append(schedule_of(step, by_links=True).exposed_seconds)
         alone = schedule_of(step).exposed_seconds
     # In the order of a ring two directions share nothing; in another one they get in the way.
@@ -155,7 +155,7 @@ def test_memory_that_is_lacking_is_hbm_or_another(message: str, is_hbm: bool) ->
 def test_step_is_compiled_for_a_topology(config: ConfigDict) -> None:
     config = ConfigDict(config.to_dict())
     config.parallel.overlap = "none"  # Window loops of a gradient do not say that they scatter.
-    step = compile_step(config.lock(), "v5e:2x2", vocab_size=512)
+    step = run_compiler(TPU, config.lock(), "v5e:2x2", vocab_size=512)
     plan = plan_of(step)
     assert plan.fits
     assert plan.num_devices == 4

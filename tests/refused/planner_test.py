@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_estimate import estimate_layout
+from manualpar.planner.compiled_timeline import on_all_links, read_timeline
 from manualpar.planner.compiler_process import CompilerError
 from manualpar.planner.goodput import (
     CheckpointCosts,
@@ -22,7 +23,6 @@ from manualpar.planner.step_work import read_work
 from manualpar.planner.sweep import Builder, sweep
 from manualpar.planner.topology import parse_topology, place_axes
 from manualpar.planner.tpu_compiler import compile_for_tpu
-from manualpar.planner.tpu_timeline import on_all_links, read_timeline
 from manualpar.planner.vocabulary import prepare_planned
 from manualpar.training.config import load_config
 from manualpar.training.monitoring.throughput import Throughput

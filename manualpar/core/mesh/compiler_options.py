@@ -10,6 +10,7 @@ The figures are estimates of a full step of eight layers of width 2,048, with FS
 a topology. For TPUs the planner estimates the time of the program that libtpu 0.0.42.1 compiles.
 For GPUs XLA's cost model estimates the time of the program that XLA's GPU compiler (jax 0.10.2)
 compiles. No TPU and no GPU ran. `benchmarks/README.md` has the tables.
+
 A compiler refuses an option that it does not know, and compiler versions know different options. So
 `keep_if_known` first compiles a program of one operation with the options, and leaves out an option
 that the compiler refuses. The run reports the options that were left out.

@@ -1,40 +1,56 @@
-"""Compiles one program of collectives for a topology, in a process of its own.
+"""Compiles one program of collectives for devices that are not here, in a process of its own.
 
 python -m tests.core.mesh.compile_with_options v5e:2x4 '{"xla_tpu_rwb_fusion": "false"}'
 
-The program gathers a weight, multiplies and scatters, over all chips. An option that the compiler
-refuses, alone or beside another, ends the process with the compiler's message.
+The arguments are a topology and the options. A loop gathers a weight, multiplies and scatters, over
+all devices. The process prints the options that `keep_if_known` keeps. If the compiler refuses an
+option, alone or beside another, the process ends with the compiler's message.
 """
 
 import json
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from manualpar.core.mesh.compiler_options import ChosenOptions, keep_if_known
+from manualpar.planner.gpu_compiler import GPU
+from manualpar.planner.topology import parse_topology
+from manualpar.planner.tpu_compiler import TPU
 
 AXIS = "data"
 
 
 def gather_multiply_scatter(x: jax.Array, w: jax.Array) -> jax.Array:
-    gathered = jax.lax.all_gather(w, AXIS, axis=0, tiled=True)
-    return jax.lax.psum_scatter(x @ gathered, AXIS, scatter_dimension=0, tiled=True)
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        gathered = jax.lax.all_gather(w, AXIS, axis=0, tiled=True)
+        scattered = jax.lax.psum_scatter(x.T @ x, AXIS, scatter_dimension=0, tiled=True)
+        return jnp.tanh(x @ gathered), scattered
+
+    x, scattered = jax.lax.scan(layer, x, w)
+    return jnp.sum(x, axis=0, keepdims=True) + jnp.sum(scattered, axis=(0, 1))
 
 
-def main(topology: str, options: str) -> None:
-    devices = topologies.get_topology_desc(topology, "tpu").devices
+def main(name: str, options: str) -> None:
+    topology = parse_topology(name)
+    compiler = TPU if topology.chip.is_tpu else GPU
+    devices = topologies.get_topology_desc(**compiler.describe(topology)).devices
     mesh = Mesh(np.array(devices), (AXIS,))
-    spec = PartitionSpec(AXIS)
+    specs = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
     function = jax.shard_map(
-        gather_multiply_scatter, mesh=mesh, in_specs=(spec, spec), out_specs=spec
+        gather_multiply_scatter, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(AXIS)
     )
-    size, sharding = 256 * len(devices), NamedSharding(mesh, spec)
+    shapes = (len(devices) * 256, 1024), (8, 1024, 1024)
     args = [
-        jax.ShapeDtypeStruct((rows, 1024), "bfloat16", sharding=sharding)
-        for rows in (size * len(devices), 1024)
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
     ]
-    jax.jit(function).lower(*args).compile(compiler_options=json.loads(options))
+    chosen = ChosenOptions(json.loads(options), "why")
+    jax.jit(function).lower(*args).compile(compiler_options=dict(chosen.options))
+    print(json.dumps(dict(keep_if_known(chosen, devices[0]).options)))
 
 
 if __name__ == "__main__":

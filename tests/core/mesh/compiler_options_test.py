@@ -1,5 +1,3 @@
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -14,10 +12,11 @@ from manualpar.core.mesh.compiler_options import (
     choose_options,
     keep_if_known,
 )
-from manualpar.planner.gpu_compiler import INSTALL, PACKAGES
-from manualpar.planner.gpu_targets import GPU_TARGETS
+from manualpar.planner import gpu_compiler, tpu_compiler
+from manualpar.planner.compiler_worker import installed
+from manualpar.planner.gpu_compiler import GPU
 from manualpar.planner.hardware import CHIPS
-from manualpar.planner.tpu_compiler import ENVIRONMENT
+from manualpar.planner.tpu_compiler import TPU
 from tests.paths import ROOT
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.
@@ -185,57 +184,11 @@ def test_no_choice_has_what_a_compiler_calls_unsafe():
     assert not any(pair <= choice.options.keys() for choice in CHOICES)
 
 
-def compile_with(topology, options):
-    """Compiles in another process, without a TPU; returns the error's last lines, "" if none."""
+def compile_with(compiler, topology, options):
+    """Compiles in another process; returns the options that are kept, or the end of the error."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.core.mesh.compile_with_options", topology, options],
-        env={**os.environ, **ENVIRONMENT},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    return done.stderr[-2000:] if done.returncode else ""
-
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason='libtpu, which has the TPU compiler, is not installed: pip install ".[tpu-compiler]"',
-)
-
-
-@needs_libtpu
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("chip", "choice"),
-    [
-        pytest.param(chip, choice, id=f"{chip.name}-{choice.most}")
-        for choice in CHOICES
-        for chip in CHIPS
-        if chip.is_tpu and re.fullmatch(choice.device_kind, chip.device_kind)
-    ],
-)
-def test_the_compiler_takes_the_options_of_a_choice_together(chip, choice):
-    topology = f"{chip.name}:{'x'.join('2' * chip.network.dims)}"
-    assert compile_with(topology, json.dumps(dict(choice.options))) == ""
-
-
-@needs_libtpu
-@pytest.mark.slow
-def test_a_pair_that_is_unsafe_on_a_chip_shows():
-    pair = "xla_enable_async_all_gather", f"{FUSION}_fuse_all_gather"
-    for option in pair:
-        assert compile_with("v5p:2x2x2", json.dumps({option: "true"})) == ""
-    refusal = compile_with("v5p:2x2x2", json.dumps(dict.fromkeys(pair, "true")))
-    assert "not supported/recommended on platforms other than TPU v5e" in refusal
-
-
-def compile_for_gpu(chip, options):
-    """Compiles without a GPU in another process; returns the options kept, or the error's end."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.core.mesh.compile_for_gpu", chip, json.dumps(options)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **compiler.environment},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -245,24 +198,50 @@ def compile_for_gpu(chip, options):
     return done.stderr[-2000:] if done.returncode else json.loads(done.stdout)
 
 
-needs_gpu_compiler = pytest.mark.skipif(
-    not any(any(importlib.metadata.distributions(name=name)) for name in PACKAGES),
-    reason=f"XLA's GPU compiler is not installed: {INSTALL}",
-)
+def needs(compiler, install):
+    return pytest.mark.skipif(
+        not installed(compiler.packages),
+        reason=f"XLA's compiler for {compiler.name}s is not installed: {install}",
+    )
 
 
-@needs_gpu_compiler
+needs_tpu_compiler = needs(TPU, tpu_compiler.INSTALL)
+needs_gpu_compiler = needs(GPU, gpu_compiler.INSTALL)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", GPU_TARGETS)
 @pytest.mark.parametrize(
-    "choice", [pytest.param(x, id=f"gpu-{x.most}") for x in CHOICES if "NVIDIA" in x.device_kind]
+    ("compiler", "topology", "choice"),
+    [
+        pytest.param(
+            compiler,
+            f"{chip.name}:{'x'.join('2' * chip.network.dims) if chip.is_tpu else 8}",
+            choice,
+            id=f"{chip.name}-{choice.most}",
+            marks=mark,
+        )
+        for compiler, mark in ((TPU, needs_tpu_compiler), (GPU, needs_gpu_compiler))
+        for choice in CHOICES
+        for chip in CHIPS
+        if chip.is_tpu == (compiler is TPU) and re.fullmatch(choice.device_kind, chip.device_kind)
+    ],
 )
-def test_the_gpu_compiler_takes_the_options_of_a_choice_together(choice, chip):
-    assert compile_for_gpu(chip, dict(choice.options)) == choice.options
+def test_the_compiler_takes_the_options_of_a_choice_together(compiler, topology, choice):
+    assert compile_with(compiler, topology, json.dumps(dict(choice.options))) == choice.options
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_a_pair_that_is_unsafe_on_a_chip_shows():
+    pair = "xla_enable_async_all_gather", f"{FUSION}_fuse_all_gather"
+    for option in pair:
+        assert compile_with(TPU, "v5p:2x2x2", json.dumps({option: "true"})) == {option: "true"}
+    refusal = compile_with(TPU, "v5p:2x2x2", json.dumps(dict.fromkeys(pair, "true")))
+    assert "not supported/recommended on platforms other than TPU v5e" in refusal
 
 
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_a_value_that_the_gpu_compiler_refuses_shows():
-    refusal = compile_for_gpu("h100", {SCHEDULER: "true"})
+    refusal = compile_with(GPU, "h100:8", json.dumps({SCHEDULER: "true"}))
     assert f"While setting option {SCHEDULER}, 'true' is not a valid bool value" in refusal

@@ -1,7 +1,6 @@
 """The kinds chosen for GPUs, compiled for them by XLA on a machine without one; nothing runs."""
 
-import contextlib
-import importlib.util
+import dataclasses
 import re
 
 import jax
@@ -14,31 +13,38 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.cudnn_attention import mask_bytes
-from manualpar.layers.attention.devices import Device, tracing_for
+from manualpar.layers.attention.devices import tracing_for
+from manualpar.planner.compiler_worker import installed
+from manualpar.planner.gpu_compiler import INSTALL, PACKAGES
+from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.hardware import chip_named
 
-HAS_COMPILER = False
-with contextlib.suppress(ModuleNotFoundError):  # There is no namespace jax_plugins.
-    HAS_COMPILER = importlib.util.find_spec("jax_plugins.xla_cuda12") is not None
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not HAS_COMPILER,
-        reason="XLA's compiler for GPUs is not installed: pip install --no-deps jax-cuda12-pjrt, "
-        "in the version of jaxlib",
+        not installed(PACKAGES), reason=f"XLA's compiler for GPUs is not installed: {INSTALL}"
     ),
 ]
 
-# Compute capability, cores, float units of a core, GB/s, MiB of cache, GHz, KiB shared by a core.
-# After `xla/backends/gpu/target_config/specs` of https://github.com/openxla/xla.
-TARGETS = {
-    "t4": ("7.5", 40, 64, 320, 4, 1.59, 64),
-    "a100": ("8.0", 108, 64, 2039, 40, 1.41, 164),
-    "h100": ("9.0", 132, 128, 3352, 50, 1.98, 228),
-    "h200": ("9.0", 132, 128, 4800, 50, 1.98, 228),
-    "b200": ("10.0", 148, 128, 7672, 126, 1.965, 228),
-}
-OLD = {"t4": Device("gpu", "7.5", 14 * 2**30)}
+# An old GPU that the planner does not know, with XLA's numbers of the kind.
+T4 = dataclasses.replace(
+    chip_named("a100"),
+    name="t4",
+    device_kind="Tesla T4",
+    compute_capability="7.5",
+    hbm_bytes=14 * 2**30,
+)
+T4_TARGET = GPU_TARGETS["a100"]._replace(
+    cores=40,
+    clock=1.59,
+    bandwidth=320_000_000_000,
+    l2=2**22,
+    memory=14 * 2**30,
+    shared=2**16,
+    shared_optin=2**16 - 2**10,
+)
+TARGETS = {T4.name: (T4, T4_TARGET)}
+TARGETS |= {name: (chip_named(name), target) for name, target in GPU_TARGETS.items()}
 FUSED = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
 BIASED = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"}
 MASKS = {
@@ -57,34 +63,9 @@ SPLITS = {
 S, N, K, H = 8192, 32, 8, 128  # Llama-3-8B
 
 
-def device_of(chip):
-    return OLD.get(chip) or chip_named(chip).device
-
-
-def devices_of(chip):
+def devices_of(name):
     """Returns eight devices of one host that only XLA's compiler knows."""
-    capability, cores, units, bandwidth, cache, clock, shared = TARGETS[chip]
-    major, minor = capability.split(".")
-    text = f"""
-        gpu_device_info {{
-          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-          shared_memory_per_block: 49152 shared_memory_per_core: {shared * 2**10}
-          shared_memory_per_block_optin: {(shared - 1) * 2**10}
-          core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock}
-          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-          thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-          registers_per_core_limit: 65536 registers_per_block_limit: 65536
-          memory_bandwidth: {bandwidth}000000000 l2_cache_size: {cache * 2**20}
-          device_memory_size: {device_of(chip).memory_bytes}
-          cuda_compute_capability {{ major: {major} minor: {minor} }}
-          device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability {capability}"
-          name: "{chip}" device_address_bits: 64 pcie_bandwidth: 34359738368
-          driver_version: "13.0.0" runtime_version: "12.9.0"
-          compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.2"
-        }}
-        platform_name: "CUDA"
-        dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
-    """
+    text = describe_target(*TARGETS[name])
     topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x8")
     return list(topology.devices)
 
@@ -112,7 +93,7 @@ def compile_gradients(chip, mask, split):
 
     specs = (*(spec,) * 4, of_documents)[: len(arrays)]
     run = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=(spec,) * 4, check_vma=True)
-    with tracing_for(device_of(chip)):
+    with tracing_for(TARGETS[chip][0].device):
         lowered = jax.jit(run).trace(*arrays).lower()
     return lowered.compile()
 
@@ -125,7 +106,7 @@ def kernels(compiled):
 @pytest.mark.parametrize("mask", MASKS)
 def test_what_is_chosen_compiles(chip, mask):
     compiled = compile_gradients(chip, mask, WHOLE)
-    assert kernels(compiled) == (set() if chip in OLD else MASKS[mask][2])
+    assert kernels(compiled) == (set() if chip == T4.name else MASKS[mask][2])
 
 
 @pytest.mark.parametrize(("name", "mask"), [(n, m) for n in SPLITS for m in ("causal", "both")])

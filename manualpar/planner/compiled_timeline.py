@@ -15,8 +15,8 @@ these links: transfers wait only for each other.
 
 The compiler for TPUs estimates no cycles for a collective. If an instruction computes a product and
 also a part of a collective, the compiler estimates only the product
-(`tests/planner/tpu_timeline_test.py` shows both). So all cycles are compute. The caller gives the
-time and the links of a collective, and the time of a kernel.
+(`tests/planner/compiled_timeline_test.py` shows both). So all cycles are compute. The caller gives
+the time and the links of a collective, and the time of a kernel.
 """
 
 import dataclasses

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from manualpar.inspect.hlo import parse_module
-from manualpar.planner.tpu_timeline import KernelRuns, Timeline, on_all_links, read_timeline
+from manualpar.planner.compiled_timeline import KernelRuns, Timeline, on_all_links, read_timeline
 
 DATA = Path(__file__).parent / "tpu"
 TWO_AXES = {"data": 4, "data_minor": 4}
