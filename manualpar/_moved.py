@@ -44,6 +44,7 @@ MOVED = {
     "storage": "system.storage",
     "train_state": "core.state.train_state",
     "training.cross_entropy": "models.cross_entropy",
+    "training.devices": "core.mesh.devices",
     "training.main": "commands.train_command",
     "training.sampling": "models.generation.sampling",
     "training.saved_run": "training.load_run",

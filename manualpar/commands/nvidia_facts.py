@@ -6,13 +6,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+
+from manualpar.system.cluster.own_host import driver_version
 
 # The oldest driver for each version of CUDA, https://docs.jax.dev/en/latest/installation.html.
 OLDEST_DRIVER: Mapping[int, int] = {12: 525, 13: 580}
 PARTS = ("jax-cuda{}-plugin", "jax-cuda{}-pjrt")
 LIBRARIES = ("nvidia-nccl-cu{}", "nvidia-cudnn-cu{}")
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 SMI_SECONDS = 30.0
 
 
@@ -61,18 +61,10 @@ def find_driver() -> str:
         try:
             ran = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS)
         except (OSError, subprocess.TimeoutExpired):
-            return _driver_in_proc()
+            return driver_version()
         if ran.returncode == 0 and (lines := ran.stdout.split()):
             return lines[0]
-    return _driver_in_proc()
-
-
-def _driver_in_proc() -> str:
-    if not DRIVER_FILE.exists():
-        return ""
-    text = DRIVER_FILE.read_text(encoding="utf-8")
-    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
-    return found[1] if found else ""
+    return driver_version()
 
 
 def _misfits(cuda: int, found: Mapping[str, str], driver: int) -> Iterator[str]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from manualpar.commands.agreed_facts import run_facts
 from manualpar.commands.command_line import DEFAULT_CONFIG, CommandLine, run_absl
 from manualpar.commands.results import choose_devices, quiet_absl
 from manualpar.data.dataset import SPLITS
@@ -31,6 +30,7 @@ from manualpar.system.cluster import (
 )
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketError
+from manualpar.training.agreed_facts import experiment_facts, run_facts
 from manualpar.training.config import check_config
 from manualpar.training.exit_codes import (
     EXIT_CODES,
@@ -40,7 +40,6 @@ from manualpar.training.exit_codes import (
     exit_code,
 )
 from manualpar.training.experiment import Experiment, prepare
-from manualpar.training.experiment_facts import experiment_facts
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.recorder import NonFiniteError
@@ -82,7 +81,7 @@ def run_command(command: CommandLine) -> int:
             process_id=flags.process_id,
             timeout_seconds=config.watch.lost_seconds,
             start_timeout_seconds=flags.wait,
-            facts=run_facts(command),
+            facts=run_facts(config, flags.workdir, files=[command.config_path]),
             workdir=flags.workdir or RUNS,
         )
     except BucketError as error:

@@ -17,11 +17,11 @@ from manualpar.errors import nearest
 from manualpar.system.cluster import Cluster, initialize
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, as_path
+from manualpar.training.agreed_facts import experiment_facts, run_facts
 from manualpar.training.config import OWN, complete_config, fields_of, flatten_config
 from manualpar.training.config_files import named_config
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import prepare
-from manualpar.training.experiment_facts import experiment_facts, show_fact
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.run import run
@@ -113,7 +113,7 @@ def fit(
     )
     with contextlib.ExitStack() as stack:
         if cluster is None:
-            cluster = _connect(folder or RUNS)
+            cluster = _connect(_fill(given), folder)
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(cluster.stop_on_sigterm())
             stack.enter_context(cluster)
@@ -124,8 +124,7 @@ def fit(
             filled = _fill(given)
             experiment = prepare(filled, task=task, tracing=show_tracing(console))
             if cluster.num_processes > 1:
-                values = {name: show_fact(x) for name, x in flatten_config(filled).items()}
-                cluster.agree({**values, **experiment_facts(experiment)})
+                cluster.agree(experiment_facts(experiment))
             check_fits(experiment)
             for change in check_folder(filled, folder):
                 print_line(console, change)
@@ -186,14 +185,18 @@ def _rows(stream: BatchStream) -> int:
     return next(len(x) for x in jax.tree.leaves(stream.first) if x.ndim)
 
 
-def _connect(workdir: AnyPath) -> Cluster:
+def _connect(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> Cluster:
     """Connects this process with the other processes of the environment, if there are any."""
     mend = (
         "call manualpar.system.cluster.initialize() before anything uses a device, and give its "
         "result to fit(cluster=...)."
     )
     try:
-        cluster = initialize(workdir=workdir)
+        cluster = initialize(
+            timeout_seconds=config.watch.lost_seconds,
+            facts=run_facts(config, workdir),
+            workdir=workdir or RUNS,
+        )
     except RuntimeError as error:
         raise ValueError(f"fit: processes cannot be connected now ({error}); {mend}") from error
     if jax.process_count() != cluster.num_processes:

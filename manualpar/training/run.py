@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import rich.console
@@ -40,7 +40,7 @@ from manualpar.training.monitoring.report import write_report
 from manualpar.training.monitoring.run_files import METRICS_FILE, PLACED_FILES, RunWriter
 from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.monitoring.throughput import Throughput, lowest_peak, memory_in_use
-from manualpar.training.monitoring.trackers import start_tracker
+from manualpar.training.monitoring.trackers import start_trackers
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
 from manualpar.training.workdir import (
@@ -151,8 +151,13 @@ def _run(
     else:
         state = initial_state(config, program, init_from=task.init_from, report=say)
     with contextlib.ExitStack() as stack:
-        trackers = _start_trackers(experiment, folder, say=say) if cluster.is_main else []
-        if failure := first_failure(trackers if isinstance(trackers, str) else ""):
+        trackers, failure = [], ""
+        try:
+            if cluster.is_main:
+                trackers = start_trackers(flatten_config(config), folder, say=say)
+        except UsageError as error:
+            failure = str(error)
+        if failure := first_failure(failure):
             raise UsageError(failure)
         hooks = Hooks([*task.hooks, *trackers])
         stack.push(lambda _, error, __: hooks.call("on_end", error))
@@ -215,21 +220,6 @@ def _run(
             sample = task.sample(_without_padding(program, shown), jax.random.key(config.seed))
     metrics = {split: recorder.latest(split) for split in SPLITS if recorder.latest(split)}
     return Result(state, metrics, sample)
-
-
-def _start_trackers(
-    experiment: Experiment, folder: Path, *, say: Callable[[str], None]
-) -> list[Any] | str:
-    """Starts the trackers of a run, or returns a sentence on the one that cannot start."""
-    config, started = flatten_config(experiment.config), []
-    try:
-        for name in config["training.trackers"]:
-            started.append(start_tracker(name, config, folder, say=say))
-    except UsageError as error:
-        for tracker in started:
-            tracker.on_end(error)
-        return str(error)
-    return started
 
 
 def _no_lock() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from manualpar.commands import nvidia_facts as module
 from manualpar.commands.doctor import software_facts
+from manualpar.system.cluster import own_host
 
 WHOLE = {
     "jax-cuda12-plugin": "0.10.2",
@@ -36,7 +37,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(importlib.metadata, "version", version)
         monkeypatch.setattr(subprocess, "run", run)
         monkeypatch.setattr(module.shutil, "which", lambda name: driver and "nvidia-smi")
-        monkeypatch.setattr(module, "DRIVER_FILE", tmp_path / "version")
+        monkeypatch.setattr(own_host, "NVIDIA_DRIVER", tmp_path / "version")
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
         return list(module.nvidia_facts())
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import os
+import re
 import resource
 import shutil
 import socket
@@ -45,7 +46,7 @@ class Host:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether other hosts cannot reach the address, because every host has it."""
+        """Whether every host has the address, so that no other host is reached there."""
         return bool(self.address) and ipaddress.ip_address(self.address.split("%")[0]).is_loopback
 
 
@@ -129,10 +130,11 @@ def device_memory() -> int:
 def driver_version() -> str:
     """Returns the version of NVIDIA's driver; empty if this host has none."""
     try:
-        line = NVIDIA_DRIVER.read_text().split("\n")[0]
+        text = NVIDIA_DRIVER.read_text(encoding="utf-8")
     except OSError:
         return ""
-    return next((word for word in line.split() if word[0].isdigit() and "." in word), "")
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return found[1] if found else ""
 
 
 def listen_at(address: str) -> socket.socket:

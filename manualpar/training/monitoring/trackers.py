@@ -59,6 +59,24 @@ class _Tracker:
             self._say(f"{self._name} failed, and gets no more metrics of this run: {reason}")
 
 
+def start_trackers(
+    config: Mapping[str, Any], folder: Path, *, say: Callable[[str], None] = print
+) -> list[_Tracker]:
+    """Starts the trackers in `training.trackers`, see `start_tracker`.
+
+    If one cannot start, the others are ended.
+    """
+    started: list[_Tracker] = []
+    try:
+        for name in config["training.trackers"]:
+            started.append(start_tracker(name, config, folder, say=say))
+    except UsageError as error:
+        for tracker in started:
+            tracker.on_end(error)
+        raise
+    return started
+
+
 def start_tracker(
     name: str, config: Any, folder: Path, *, say: Callable[[str], None] = print
 ) -> _Tracker:

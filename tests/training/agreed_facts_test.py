@@ -2,16 +2,20 @@ import dataclasses
 
 import pytest
 
-from manualpar.commands.agreed_facts import run_facts
 from manualpar.commands.command_line import parse_command_line
 from manualpar.system.cluster.facts import describe_differences
+from manualpar.training.agreed_facts import experiment_facts
+from manualpar.training.agreed_facts import run_facts as facts_of_run
 from manualpar.training.experiment import prepare
-from manualpar.training.experiment_facts import experiment_facts
 from tests.runs.small_runs import CONFIG, arguments
 
 
 def command(*more, workdir="runs/x"):
     return parse_command_line(["program", *arguments(workdir, *more)], default_config=CONFIG)
+
+
+def run_facts(line):
+    return facts_of_run(line.config, line.flags.workdir, files=[line.config_path])
 
 
 def differences(one, other):
