@@ -31,9 +31,7 @@ from manualpar.planner.closed_form.layout_parameters import STRATEGIES
 from manualpar.planner.closed_form.layout_search import fastest_of_each_mesh, rank_layouts
 from manualpar.planner.compiler_worker import installed
 from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
-from manualpar.planner.gpu_compiler import PACKAGES as GPU_PACKAGES
-from manualpar.planner.gpu_compiler import compile_for_gpu
-from manualpar.planner.gpu_targets import GPU_TARGETS
+from manualpar.planner.gpu_compiler import GPU, compile_for_gpu
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.plan_picture import draw_plans, draw_search
 from manualpar.planner.plan_report import (
@@ -49,8 +47,7 @@ from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import has_kernel, read_work
 from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, throughput_of
 from manualpar.planner.topology import parse_topology
-from manualpar.planner.tpu_compiler import PACKAGES as TPU_PACKAGES
-from manualpar.planner.tpu_compiler import compile_for_tpu
+from manualpar.planner.tpu_compiler import TPU, compile_for_tpu
 from manualpar.planner.vocabulary import planned_task, prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports.tables import print_line
@@ -248,16 +245,15 @@ def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool
     flags = command.flags
     if flags.compiler != "auto":
         return flags.compiler != "none"
-    is_tpu = flags.topology.chip.is_tpu
-    packages, extra = (TPU_PACKAGES, "tpu") if is_tpu else (GPU_PACKAGES, "gpu")
-    if not is_tpu and flags.topology.chip.name not in GPU_TARGETS:
+    compiler = TPU if flags.topology.chip.is_tpu else GPU
+    if compiler.refuse(flags.topology):
         return False
-    if installed(packages):
+    if installed(compiler.packages):
         return True
     print_line(
         console,
-        f"{packages[0]} is not installed, so this is the roofline's estimate, without a compiler; "
-        f"pip install 'manualpar[{extra}-compiler]' adds it.",
+        f"{compiler.packages[0]} is not installed, so this is the roofline's estimate, without a "
+        f"compiler; pip install 'manualpar[{compiler.name.lower()}-compiler]' adds it.",
     )
     return False
 

@@ -20,7 +20,7 @@ CUDNN_VERSION = 91_002  # 9.10.2, the first that takes a window and a mask toget
 
 
 class Device(NamedTuple):
-    """What the choice of an implementation needs to know about a device.
+    """The properties of a device from which an implementation of attention is chosen.
 
     Attributes:
       platform: JAX's name, such as `"tpu"` or `"gpu"`; `""` if no device is known.
