@@ -24,9 +24,9 @@ from jax.experimental import topologies
 
 from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.inspect import state_bytes
-from manualpar.layers.attention.devices import tracing_for
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import kernels_in
+from manualpar.planner.traced_kernels import tracing_for
 from manualpar.planner.vocabulary import prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import Experiment

@@ -1,14 +1,9 @@
-"""The device that attention is traced for, as the choice of an implementation sees it.
-
-JAX examines the GPU and the cuDNN of this process before it traces cuDNN's kernel. So a process
-without a GPU can trace the kernel only inside `tracing_for`, which answers for a planned GPU.
-"""
+"""The device that attention is traced for, as the choice of an implementation sees it."""
 
 import contextlib
 import contextvars
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 
@@ -16,7 +11,6 @@ from manualpar.layers.boundaries import platform_traced_for
 
 # The memory of a GPU whose allocator names no limit: the smallest GPUs for servers, from Ampere on.
 ASSUMED_MEMORY = 16 * 2**30
-CUDNN_VERSION = 91_002  # 9.10.2, the first that takes a window and a mask together.
 
 
 class Device(NamedTuple):
@@ -45,8 +39,8 @@ _planned: contextvars.ContextVar[Device | None] = contextvars.ContextVar("_plann
 def device_traced_for() -> Device:
     """Returns the device for which the code is traced.
 
-    Inside `tracing_for` it is the planned device. Otherwise its platform is that of the enclosing
-    mesh, and a GPU's numbers are those of this process's first GPU.
+    Inside `planned_device` it is the planned device. Otherwise its platform is that of the
+    enclosing mesh, and a GPU's numbers are those of this process's first GPU.
     """
     if planned := _planned.get():
         return planned
@@ -59,42 +53,14 @@ def device_traced_for() -> Device:
 
 
 @contextlib.contextmanager
-def tracing_for(device: Device) -> Iterator[None]:
-    """Traces attention for a device that this process need not have.
+def planned_device(device: Device) -> Iterator[None]:
+    """Chooses attention for a device that this process need not have.
 
-    JAX's questions about the GPU and about cuDNN are answered for `device` and `CUDNN_VERSION`. Use
-    it around the traces of programs for a planned mesh. JAX caches traces, so a function that was
-    traced outside is not traced again.
-
-    Raises:
-      RuntimeError: This version of JAX asks other questions.
+    JAX itself still asks for the GPU and the cuDNN of this process before it traces cuDNN's kernel,
+    see `manualpar.planner.traced_kernels`.
     """
-    attend: Any = inspect.unwrap(jax.nn.dot_product_attention)
-    kernel: Any = attend.__globals__.get("cudnn_dot_product_attention")
-    asked = inspect.unwrap(kernel).__globals__ if kernel else {}
-    answers: dict[str, Callable[..., Any]] = {
-        "check_cudnn_version": lambda: CUDNN_VERSION,
-        "check_compute_capability": lambda least: _numbers(device) >= _version(least),
-        "is_cuda_compute_capability_equal": lambda one: _numbers(device) == _version(one),
-    }
-    if missing := sorted(answers.keys() - asked.keys()):
-        raise RuntimeError(
-            f"tracing_for: JAX {jax.__version__} has no {', '.join(missing)}, expected the checks "
-            "of jax.nn.dot_product_attention that JAX 0.10 has."
-        )
-    own = {name: asked[name] for name in answers}
     token = _planned.set(device)
-    asked.update(answers)
     try:
         yield
     finally:
-        asked.update(own)
         _planned.reset(token)
-
-
-def _numbers(device: Device) -> tuple[int, ...]:
-    return _version(device.compute_capability) if device.major else (0,)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))

@@ -13,8 +13,9 @@ from manualpar.layers.attention import context as contexts
 from manualpar.layers.attention import devices, kinds
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.cudnn_attention import cudnn_misfit
-from manualpar.layers.attention.devices import ASSUMED_MEMORY, Device, tracing_for
+from manualpar.layers.attention.devices import ASSUMED_MEMORY, Device
 from manualpar.planner.hardware import chip_named
+from manualpar.planner.traced_kernels import tracing_for
 
 GIB = 2**30
 OLD = {
