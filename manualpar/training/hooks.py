@@ -6,7 +6,7 @@ calls the hooks, with the same values. A hook that writes anything should do so 
 """
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from manualpar.core.state.train_state import TrainState
@@ -67,7 +67,7 @@ class Hooks:
         for hook in hooks:
             if isinstance(hook, type):
                 raise TypeError(f"hooks has the class {hook.__name__}, expected an instance of it.")
-            if not any(callable(getattr(hook, name, None)) for name in METHODS):
+            if not any(_method(hook, name) for name in METHODS):
                 raise TypeError(
                     f"hooks has {hook!r}, which has none of the methods {', '.join(METHODS)}, "
                     "expected at least one, see manualpar.training.hooks."
@@ -77,13 +77,12 @@ class Hooks:
 
     def have(self, method: str) -> bool:
         """Returns whether a hook has a method."""
-        return any(hasattr(hook, method) for hook in self._hooks)
+        return any(_method(hook, method) for hook in self._hooks)
 
-    def call(self, method: str, *args: Any) -> None:
-        """Calls a method of each hook that has it."""
-        for hook in self._hooks:
-            if hasattr(hook, method):
-                getattr(hook, method)(*args)
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of each hook that has it, and returns the results."""
+        found = [_method(hook, method) for hook in self._hooks]
+        return [each(*args) for each in found if each]
 
     def on_report(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Passes on a report."""
@@ -97,15 +96,12 @@ class Hooks:
           See `gather`; none if nothing was reported since the last call.
         """
         asks, self._has_news = self._has_news and self.have("should_stop"), False
-        if not asks:
-            return False
-        answers = [hook.should_stop() for hook in self._hooks if hasattr(hook, "should_stop")]
-        return any(gather(any(answers)))
+        return asks and any(gather(any(self.call("should_stop"))))
 
     def state(self) -> list[list[JSON]]:
         """Returns the name of each hook's class with its state, for those that have one."""
-        having = [hook for hook in self._hooks if hasattr(hook, "state")]
-        return [[type(hook).__name__, hook.state()] for hook in having]
+        having = [(hook, state) for hook in self._hooks if (state := _method(hook, "state"))]
+        return [[type(hook).__name__, state()] for hook, state in having]
 
     def restore(self, saved: Sequence[Sequence[JSON]]) -> None:
         """Restores what `state` returned; hooks are found by the names of their classes."""
@@ -114,5 +110,11 @@ class Hooks:
             entry = next((one for one in waiting if one[0] == type(hook).__name__), None)
             if entry is not None:
                 waiting.remove(entry)
-                if hasattr(hook, "restore") and entry[1] is not None:
-                    hook.restore(entry[1])
+                if (restore := _method(hook, "restore")) and entry[1] is not None:
+                    restore(entry[1])
+
+
+def _method(hook: Any, name: str) -> Callable[..., Any] | None:
+    """Returns a hook's method; `None` if it has none. It may have other attributes of the name."""
+    found = getattr(hook, name, None)
+    return found if callable(found) else None

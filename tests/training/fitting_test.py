@@ -89,6 +89,8 @@ class Patience(Hook):
 class Diary:
     """Writes down what is called; it has only some of a hook's methods."""
 
+    state = "an attribute, no method"
+
     def __init__(self):
         self.lines = []
 
