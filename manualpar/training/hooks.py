@@ -77,12 +77,12 @@ class Hooks:
 
     def have(self, method: str) -> bool:
         """Returns whether a hook has a method."""
-        return any(_method(hook, method) for hook in self._hooks)
+        return bool(self._methods(method))
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of each hook that has it, and returns the results."""
-        found = [_method(hook, method) for hook in self._hooks]
-        return [each(*args) for each in found if each]
+    def call(self, method: str, *args: Any) -> None:
+        """Calls a method of each hook that has it."""
+        for each in self._methods(method):
+            each(*args)
 
     def on_report(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Passes on a report."""
@@ -95,8 +95,9 @@ class Hooks:
         Communication:
           See `gather`; none if nothing was reported since the last call.
         """
-        asks, self._has_news = self._has_news and self.have("should_stop"), False
-        return asks and any(gather(any(self.call("should_stop"))))
+        asked, had_news = self._methods("should_stop"), self._has_news
+        self._has_news = False
+        return bool(asked and had_news) and any(gather(any([each() for each in asked])))
 
     def state(self) -> list[list[JSON]]:
         """Returns the name of each hook's class with its state, for those that have one."""
@@ -112,6 +113,9 @@ class Hooks:
                 waiting.remove(entry)
                 if (restore := _method(hook, "restore")) and entry[1] is not None:
                     restore(entry[1])
+
+    def _methods(self, name: str) -> list[Callable[..., Any]]:
+        return [found for hook in self._hooks if (found := _method(hook, name))]
 
 
 def _method(hook: Any, name: str) -> Callable[..., Any] | None:

@@ -230,6 +230,17 @@ def test_a_config_names_a_function_that_makes_the_task(tmp_path: Path, monkeypat
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_an_error_of_a_hook_ends_the_call_and_reaches_every_hook(tmp_path: Path):
+    class Failing:
+        def on_step(self, step, state):
+            raise RuntimeError("mine")
+
+    diary = Diary()
+    with pytest.raises(RuntimeError, match="mine") as raised:
+        _fit(Examples(0, 40), tmp_path, None, [Failing(), diary])
+    assert diary.lines == [("end", raised.value, 0)]
+
+
 def test_an_axis_over_which_nothing_is_divided_is_named(tmp_path: Path, capsys):
     mesh = {"data": 2, "replica": 2, "model": 2}
     config = {**FEW, "training.num_steps": 1, "parallel.mesh": mesh, "parallel.strategy": "hsdp"}
