@@ -97,7 +97,10 @@ class Hooks:
         """
         asked, had_news = self._methods("should_stop"), self._has_news
         self._has_news = False
-        return bool(asked and had_news) and any(gather(any([each() for each in asked])))
+        if not asked or not had_news:
+            return False
+        answers = [each() for each in asked]
+        return any(gather(any(answers)))
 
     def state(self) -> list[list[JSON]]:
         """Returns the name of each hook's class with its state, for those that have one."""
