@@ -105,6 +105,7 @@ class Case:
       options: The options of the builder.
       model: The model, a key of `MODELS`.
       tolerance: The allowed error of a gradient, divided by the largest entry of its array.
+      slow: Whether its tests are slow ones, because a row with more options stands for it.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Case:
     options: Mapping[str, Any]
     model: str = "classifier"
     tolerance: float = FLOAT32
+    slow: bool = False
 
     def __str__(self) -> str:
         words = [f"{key}={getattr(x, '__name__', x)}" for key, x in self.options.items()]
@@ -223,10 +225,15 @@ CASES = (
     Case("hsdp", {"replica": 1, "data": 8}, {"num_minibatches": 4, "use_scan": True}),
     Case("hsdp", {"node": 8, "data": 1}, {"replica_axis": "node"}),
     Case("hsdp", {"replica": 2, "a": 2, "b": 2}, {**BOTH, "axis_by_axis": True}),
-    Case("hsdp", GROUPS, INSIDE),
+    Case("hsdp", GROUPS, INSIDE, slow=True),
     Case("hsdp", {"replica": 4, "data": 2}, {**INSIDE, "num_minibatches": 2, "pad": True}),
-    Case("hsdp", {"replica": 1, "data": 8}, {**INSIDE, "num_minibatches": 4, "use_scan": True}),
-    Case("hsdp", {"node": 8, "data": 1}, {**INSIDE, "replica_axis": "node", **HEAD}),
+    Case(
+        "hsdp",
+        {"replica": 1, "data": 8},
+        {**INSIDE, "num_minibatches": 4, "use_scan": True},
+        slow=True,
+    ),
+    Case("hsdp", {"node": 8, "data": 1}, {**INSIDE, "replica_axis": "node", **HEAD}, slow=True),
     Case(
         "hsdp",
         {"pod": 2, "replica": 2, "a": 2, "b": 1},
@@ -243,24 +250,28 @@ CASES = (
         {"replica": 2, "data": 2, "model": 2},
         {**INSIDE, "rules": (("in", None), ("out", "model"))},
         "named",
+        slow=True,
     ),
     Case(
         "hsdp",
         {"replica": 2, "data": 2, "context": 2},
         {**INSIDE, "context_axis": "context"},
         "split sequences",
+        slow=True,
     ),
     Case(
         "hsdp",
         GROUPS,
         {**INSIDE, "reduce_code": "int8", "stochastic_rounding": True},
         tolerance=2 * INT8,
+        slow=True,
     ),
     Case(
         "hsdp",
         GROUPS,
         {**INSIDE, "gather_dtype": "bfloat16", "gather_code": "int8"},
         tolerance=INT8,
+        slow=True,
     ),
     Case("hsdp", GROUPS, {"reduce_code": "int8", "error_feedback": True}, tolerance=INT8),
     Case(

@@ -17,7 +17,16 @@ from manualpar.training.replicas import ReplicaSentinel
 from tests.laws.cases import CASES, MANUAL_ONLY, Case, one_device
 from tests.one_device import slow_unless
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+# The scope makes pytest run all laws of a row one after another, hence mostly in one process, which
+# compiles the row's program once.
+@pytest.fixture(
+    scope="module",
+    params=[slow_unless([], x) if x.slow else x for x in CASES],
+    ids=str,
+)
+def case(request):
+    return request.param
 
 
 @functools.cache
@@ -62,14 +71,12 @@ def check_step(case: Case, program: Any, before: Any, state: Any, metrics: Any) 
         assert not found.any(), f"{info.path}: padding is not zero"
 
 
-@every_case
 def test_a_step_has_the_loss_and_every_gradient_of_one_device(devices8, case):
     del devices8
     index = CASES.index(case)
     check_step(case, built(index), *stepped(index))
 
 
-@every_case
 def test_a_step_sends_the_bytes_of_the_closed_form(devices8, case):
     del devices8
     program = built(CASES.index(case))
@@ -88,7 +95,6 @@ def test_a_step_sends_the_bytes_of_the_closed_form(devices8, case):
         assert all(closed[axes] / 2 <= n <= closed[axes] for axes, n in sent.items())
 
 
-@every_case
 def test_copies_of_an_array_are_the_same_bits(devices8, case):
     del devices8
     program, (_, state, metrics) = built(CASES.index(case)), stepped(CASES.index(case))
@@ -100,7 +106,6 @@ def test_copies_of_an_array_are_the_same_bits(devices8, case):
     assert all(x.is_fully_replicated for x in jax.tree.leaves(metrics))
 
 
-@every_case
 def test_the_next_case_adopts_its_state(devices8, case):
     del devices8
     index = CASES.index(case)

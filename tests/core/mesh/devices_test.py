@@ -116,7 +116,8 @@ def test_a_mesh_is_described_in_a_line(devices8):
 
 
 def test_the_former_place_has_the_same_functions():
-    from manualpar.training import devices
+    with pytest.warns(DeprecationWarning, match="manualpar.core.mesh.devices"):
+        from manualpar.training import devices
 
     assert devices.simulate_devices is simulate_devices
     assert devices.describe_mesh is describe_mesh
