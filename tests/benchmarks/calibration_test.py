@@ -28,6 +28,7 @@ PLANS = ROOT / "configs" / "plan"
 MODELS = ("llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x22b", "deepseek_v3")
 
 
+@pytest.mark.slow
 def test_the_committed_shares_are_what_the_fit_gives():
     found = fit(split(FIGURES)[0])
     assert found == pytest.approx(fitted_shares(), abs=6e-4)

@@ -22,7 +22,7 @@ NAMES = sorted(
     {path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare", "compare_split", "own"}
 )
 
-OF_SEVERAL_AXES = ("long_lm", "moe_lm", "nd_lm", "pp_lm", "tp_lm")
+LARGE = ("long_lm", "lora_lm", "moe_lm", "nd_lm", "pp_lm", "tp_lm")
 
 
 def _check(name: str, *, compile: bool) -> Verdict:
@@ -43,9 +43,7 @@ def test_every_config_has_a_budget_and_every_budget_a_config():
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=SLOW) if n in OF_SEVERAL_AXES else n for n in NAMES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW) if n in LARGE else n for n in NAMES])
 def test_a_config_keeps_its_budget(name):
     verdict = _check(name, compile=False)
     assert verdict.broken == ()

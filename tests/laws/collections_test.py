@@ -53,7 +53,7 @@ def conv_program(builder, model, batch, devices, **kwargs):
     return builder(model, optax.sgd(0.1), conv_loss, mesh=mesh, batch=batch, **kwargs)
 
 
-@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+@pytest.mark.parametrize("builder", [pytest.param(data_parallel, marks=pytest.mark.slow), fsdp])
 def test_synchronised_batch_norm_equals_one_device(devices8, builder):
     batches = [make_batch(seed, (32, 6, 6, 3)) for seed in range(3)]
     sgd = optax.sgd(0.1)

@@ -145,6 +145,7 @@ def test_a_call_that_resumes_does_what_one_call_does(tmp_path: Path):
     assert (tmp_path / "twice" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_hook_ends_a_training_and_ends_it_again_when_it_is_resumed(tmp_path: Path):
     never_better = {"optimizer__learning_rate": 0.0, "training__num_steps": 40}
     splits = {"train": Batches(), "eval": list(Batches())}

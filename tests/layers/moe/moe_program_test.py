@@ -136,7 +136,9 @@ def test_every_gradient_is_that_of_one_device(case, devices8):
 @pytest.mark.parametrize(
     ("build", "sizes", "options"),
     [
-        (hsdp, {"replica": 2, "expert": 2}, {"axis_name": "expert"}),
+        pytest.param(
+            *(hsdp, {"replica": 2, "expert": 2}, {"axis_name": "expert"}), marks=pytest.mark.slow
+        ),
         (zero, {"data": 2, "expert": 2}, {"axis_name": BOTH, "stage": 1}),
     ],
 )
