@@ -21,7 +21,7 @@ ADDRESSES = {"n1": "10.77.0.1", "n2": "10.77.0.2"}
 HOSTS = "127.0.0.1 localhost\n" + "".join(
     f"{address} {name}\n" for name, address in {**ADDRESSES, "head": HEAD}.items()
 )
-START_SECONDS = 30.0
+START_SECONDS = 90.0
 SLURM = """
 ClusterName=tests
 SlurmctldHost=head({head})
@@ -215,6 +215,8 @@ class Slurm:
                 states = call("sinfo", "--noheader", "--Node", "--format=%T").split()
                 if not jobs and states == ["idle"] * len(ADDRESSES):
                     return
+                if any("down" in state for state in states):
+                    call("scontrol", "update", "NodeName=n[1-2]", "State=RESUME")
             said = "\n".join(daemon.text[-2000:] for daemon in self.daemons)
             assert time.monotonic() < deadline, f"Slurm's hosts do not become idle:\n{said}"
             time.sleep(0.5)

@@ -7,15 +7,18 @@ printed a traceback or lines of a C++ library.
 """
 
 import dataclasses
+import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.cluster.hosts import Output, Slurm, call, make_hosts
+from tests.cluster.hosts import Job, Output, Slurm, call, make_hosts
 from tests.compiling import ENVIRONMENT
+from tests.paths import ROOT
 
 # Most faults must be named in this time.
 BOUND = 15.0
@@ -23,7 +26,7 @@ BOUND = 15.0
 BEGIN_SECONDS = 10.0
 PORT = 1234
 RAW = re.compile(
-    r"Traceback|^(\[\d\] |\d: )?[EFWI]\d{4} |external/|\*\*\* |@ +0x|terminate called|Gloo.*"
+    r"Traceback|^(\[\d\] |\d: )?[EFWI]\d{4} |external/|\*\*\* (?!STEP|JOB)|@ +0x|terminate called|Gloo.*"
     r"(fail|clos|reset|error|time)",
     re.MULTILINE,
 )
@@ -39,10 +42,10 @@ SMALL = (
     "--optimizer.warmup_steps=0",
     "--training.log_every_steps=20",
     "--training.eval_every_steps=1000000",
-    "--checkpoint.every_steps=200",
+    "--checkpoint.every_steps=50",
 )
 LONG, SHORT = "--training.num_steps=1000000", "--training.num_steps=40"
-TRAINS = r"step +\d+/"
+TRAINS, SAVED = r"step +[1-9]\d*/", r"step +\d{3,}/"
 
 
 @dataclasses.dataclass
@@ -66,8 +69,6 @@ class Bench:
 
     def start(self, name, host, command, **environment):
         """Starts a process on a host, or on head if it is `None`."""
-        from tests.cluster.hosts import Job
-
         path, variables = self.folder / f"{name}.out", {**self.environment, **environment}
         if host is None:
             job = Job(command, path, variables)
@@ -151,7 +152,7 @@ def scancel(bench):
 
 
 def time_limit_with_requeue(bench):
-    number, output = bench.submit("limited", "--time=1", "--signal=B:USR1@50")
+    number, output = bench.submit("limited", "--time=2", "--signal=B:USR1@60")
     output.wait_for(TRAINS)
     began = time.monotonic()
     _, sentence = output.wait_for("stopped after step .* is saved")
@@ -170,9 +171,8 @@ def a_task_that_never_comes(bench):
     began = time.monotonic()
     job = bench.srun("bash", "-c", late, "bash", *TRAIN, *flags)
     seconds, sentence = job.wait_for("process 1 .*not connected|not connected.*1", since=began)
-    job.wait_for("error: .*did not")
-    code = job.code()
-    assert code == 4, code
+    job.wait_for("0: process 1 was lost: it has not connected to process 0 within 8 s")
+    job.wait_for("task 0: Exited with exit code 4")
     return Seen(seconds, sentence, "4")
 
 
@@ -189,12 +189,32 @@ def a_second_job_in_the_workdir(bench):
 
 
 def a_host_cut_off(bench):
-    number, output = bench.submit("cut", restarts=1)
+    number, output = bench.submit("cut")
     output.wait_for(TRAINS)
     began = time.monotonic()
     bench.n2.plug("down")
     seconds, sentence = output.wait_for("process 1 on n2 .* was lost", since=began)
-    output.wait_for(f"job {number}: ", seconds=120)
+    output.wait_for("n1: task 0: Exited with exit code 4")
+    # Then srun waits for Slurm, which requeues the job when it believes that the host has failed.
+    output.wait_for("Node failure on n2")
+    state, until = "", time.monotonic() + 60
+    while state != "PENDING":
+        assert time.monotonic() < until, f"the job is {state}"
+        state = call("squeue", "--noheader", f"--jobs={number}", "--format=%T").strip()
+        time.sleep(0.2)
+    return Seen(seconds, sentence, "4")
+
+
+def the_link_between_two_hosts_cut(bench):
+    number, output = bench.submit("apart")
+    output.wait_for(SAVED)
+    rule = ("--source", bench.n1.address, "--jump=DROP")
+    began = time.monotonic()
+    bench.n2.call("iptables", "--append=INPUT", *rule)
+    seconds, sentence = output.wait_for("process 1 on n2 .* was lost", since=began)
+    output.wait_for(f"job {number}: srun ended with 4 after 0 restarts")
+    bench.n2.mend()
+    output.wait_for("going on from the checkpoint of step")
     return Seen(seconds, sentence, "4")
 
 
@@ -230,6 +250,227 @@ def debians_hosts_file(bench):
     return Seen(seconds, sentence, "2")
 
 
+def a_signal_before_the_run_can_save(bench):
+    number, output = bench.submit("early")
+    output.wait_for("srun: launching|$", seconds=20)
+    while call("squeue", "--noheader", "--steps", "--format=%i").strip()[:1] == "":
+        time.sleep(0.1)
+    time.sleep(1.0)
+    began = time.monotonic()
+    call("scancel", "--signal=USR1", number)
+    seconds, sentence = output.wait_for(f"job {number}: srun ended with 138", since=began)
+    output.wait_for("srun ended with 138 after 1|mesh: ")
+    return Seen(seconds, sentence, "138")
+
+
+# --- two hosts without Slurm
+
+
+def ends(jobs, *codes, seconds=60.0):
+    """Checks the exit codes of processes; a code may be a tuple of the ones that are right."""
+    seen = [job.code(seconds) for job in jobs]
+    for code, right in zip(seen, codes, strict=True):
+        assert code in (right if isinstance(right, tuple) else (right,)), f"codes {seen}"
+    return ", ".join(map(str, seen))
+
+
+def in_a_run(bench, fault, sentence, *codes, who=0, flags=(), **named):
+    """Causes a fault in a run that trains, and waits for a sentence of process `who`."""
+    jobs = bench.pair(LONG, *flags)
+    jobs[0].wait_for(TRAINS)
+    began = time.monotonic()
+    fault()
+    seconds, line = jobs[who].wait_for(sentence, since=began, **named)
+    return Seen(seconds, line, ends(jobs, *codes))
+
+
+def at_the_start(bench, sentence, *codes, who=0, flags=(SHORT,), **own):
+    """Starts a run whose hosts have a fault, and waits for a sentence of process `who`."""
+    began = time.monotonic()
+    jobs = bench.pair(*flags, **own)
+    seconds, line = jobs[who].wait_for(sentence, since=began)
+    return Seen(seconds, line, ends(jobs, *codes))
+
+
+def only_the_port_of_the_coordinator(bench):
+    """Drops all connections to other ports, and what belongs to older ones."""
+    for port in ("--sport", "--dport"):
+        rule = ("--protocol=tcp", port, str(PORT), "--jump=ACCEPT")
+        bench.n2.call("iptables", "--append=INPUT", *rule)
+    bench.n2.call("iptables", "--append=INPUT", "--in-interface=eth0", "--jump=DROP")
+
+
+def a_link_down_for_5_seconds(bench):
+    jobs = bench.pair(LONG)
+    jobs[0].wait_for(TRAINS)
+    bench.n2.plug("down")
+    time.sleep(5.0)
+    bench.n2.plug("up")
+    began, last = time.monotonic(), len(jobs[0].text)
+    while len(jobs[0].text) < last + 200:
+        assert time.monotonic() < began + 30, "the run does not go on"
+        time.sleep(0.05)
+    return Seen(time.monotonic() - began, "(goes on)", "")
+
+
+def a_link_down(bench):
+    return in_a_run(bench, lambda: bench.n2.plug("down"), "process 1 on n2 .* was lost", 4, 4)
+
+
+def a_link_down_while_saving(bench):
+    def fault():
+        saves = bench.workdir / "checkpoints"
+        seen = set(saves.rglob("*"))
+        until = time.monotonic() + 30
+        while time.monotonic() < until and not set(saves.rglob("*")) - seen:
+            time.sleep(0.002)
+        bench.n2.plug("down")
+
+    return in_a_run(bench, fault, "process 1 on n2 .* was lost", 4, 4)
+
+
+def a_link_down_at_the_start(bench):
+    bench.n2.plug("down")
+    flags = (SHORT, "--wait=8")
+    return at_the_start(bench, "process 0 does not answer", 4, 4, who=1, flags=flags)
+
+
+def a_firewall_before_the_coordinator(bench):
+    rule = ("--protocol=tcp", "--dport", str(PORT), "--jump=DROP")
+    bench.n1.call("iptables", "--append=INPUT", *rule)
+    flags = (SHORT, "--wait=8")
+    return at_the_start(bench, "process 0 does not answer", 4, 4, who=1, flags=flags)
+
+
+def a_firewall_after_the_coordinator(bench):
+    only_the_port_of_the_coordinator(bench)
+    return at_the_start(bench, "n1 cannot reach n2 at", 2, 2)
+
+
+def a_firewall_during_the_run(bench):
+    def fault():
+        only_the_port_of_the_coordinator(bench)
+
+    return in_a_run(bench, fault, "error: ", 4, 4, seconds=120)
+
+
+def the_coordinators_port_closed_during_the_run(bench):
+    def fault():
+        for port in ("--sport", "--dport"):
+            rule = ("--protocol=tcp", port, str(PORT), "--jump=DROP")
+            bench.n2.call("iptables", "--append=INPUT", *rule)
+
+    return in_a_run(bench, fault, "was lost", 4, 4)
+
+
+def a_name_that_nobody_knows(bench):
+    address, flags = f"nosuchhost:{PORT}", (SHORT, "--wait=8")
+    sentence = "nosuchhost"
+    return at_the_start(bench, sentence, (2, 4), 4, who=1, flags=flags, address=address)
+
+
+def a_clock_an_hour_ahead(bench):
+    ahead = bench.folder / "ahead"
+    ahead.mkdir()
+    code = "import time\nnow = time.time\ntime.time = lambda: now() + 3600.0\n"
+    (ahead / "sitecustomize.py").write_text(code)
+    path = {"PYTHONPATH": f"{ahead}:{ROOT}"}
+    return at_the_start(bench, "has a clock", 0, 0, own=({}, path))
+
+
+def another_commit_of_one_version(bench):
+    other = bench.folder / "other"
+    shutil.copytree(ROOT / "manualpar", other / "manualpar")
+    with (other / "manualpar" / "launch.py").open("a") as file:
+        file.write("# Another commit.\n")
+    path = {"PYTHONPATH": str(other)}
+    return at_the_start(bench, "the hash of manualpar's sources is", 2, 2, own=({}, path))
+
+
+def another_folder_under_the_name_of_the_workdir(bench):
+    bench.workdir.mkdir()
+    bench.n2.call("mount", "-t", "tmpfs", "tmpfs", str(bench.workdir))
+    try:
+        return at_the_start(bench, "does not see in", 2, 2)
+    finally:
+        bench.n2.call("umount", str(bench.workdir))
+
+
+def a_host_that_cannot_write_large_files(bench):
+    limit = ("bash", "-c", 'ulimit -f 2; exec "$@"', "bash")
+    flags = (LONG, "--checkpoint.every_steps=20")
+    return at_the_start(bench, "error: .*", 4, 6, flags=flags, prefix=((), limit), who=1)
+
+
+def a_name_at_127_0_1_1(bench):
+    bench.n1.hosts.write_text(f"127.0.1.1 n1\n{bench.n1.hosts.read_text()}")
+    sentence = "n1 resolves its own name to 127.0.1.1"
+    return at_the_start(bench, sentence, 2, 2, address=f"{bench.n1.address}:{PORT}")
+
+
+# --- one machine
+
+
+def launch(bench, *flags, name="launch"):
+    """Starts two processes on n1 with the launcher."""
+    own = (PYTHON, "-m", "manualpar", "launch", "--processes=2", "--devices-per-process=2", "--")
+    command = [*own, *TRAIN, *SMALL, *flags, f"--workdir={bench.workdir}"]
+    return bench.start(name, bench.n1, command)
+
+
+def child(job, number):
+    """Returns the PID of a process that a launcher has started."""
+    pids = Path(f"/proc/{job.popen.pid}/task/{job.popen.pid}/children").read_text().split()
+    return int(pids[number])
+
+
+def signalled(bench, number, who, sentence, *codes):
+    job = launch(bench, LONG)
+    job.wait_for(TRAINS)
+    began = time.monotonic()
+    os.kill(job.popen.pid if who is None else child(job, who), number)
+    seconds, line = job.wait_for(sentence, since=began)
+    code = ends([job], codes)
+    return Seen(seconds, line, code)
+
+
+def launched_and_one_process_killed(bench):
+    return signalled(bench, signal.SIGKILL, 1, "process 1 was ended by SIGKILL", 137)
+
+
+def launched_and_process_0_killed(bench):
+    return signalled(bench, signal.SIGKILL, 0, "process 0 was ended by SIGKILL", 137)
+
+
+def launched_and_one_process_stopped(bench):
+    return signalled(bench, signal.SIGSTOP, 1, "process 1 on n1 .* was lost", 4)
+
+
+def launched_and_sigterm(bench):
+    return signalled(bench, signal.SIGTERM, None, "stopped after step .* is saved", 75)
+
+
+def one_process_and_sigusr1(bench):
+    job = bench.start("one", bench.n1, [*TRAIN, *SMALL, LONG, f"--workdir={bench.workdir}"])
+    job.wait_for(TRAINS)
+    began = time.monotonic()
+    os.kill(job.popen.pid, signal.SIGUSR1)
+    seconds, line = job.wait_for("stopped after step .* is saved", since=began)
+    return Seen(seconds, line, ends([job], 75))
+
+
+def one_process_and_a_full_disk(bench):
+    bench.workdir.mkdir()
+    bench.n1.call("mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(bench.workdir))
+    try:
+        began = time.monotonic()
+        job = bench.start("one", bench.n1, [*TRAIN, *SMALL, LONG, f"--workdir={bench.workdir}"])
+        seconds, line = job.wait_for("error: ", since=began)
+        return Seen(seconds, line, ends([job], 6))
+    finally:
+        bench.n1.call("umount", "--lazy", str(bench.workdir))
+
+
 UNDER_SLURM = (
     found_without_a_flag,
     doctor_finds_two_hosts_ready,
@@ -238,9 +479,35 @@ UNDER_SLURM = (
     a_task_that_never_comes,
     a_second_job_in_the_workdir,
     a_host_cut_off,
+    the_link_between_two_hosts_cut,
     firewall,
     unshared_workdir,
     debians_hosts_file,
+    a_signal_before_the_run_can_save,
+)
+TWO_HOSTS = (
+    a_link_down_for_5_seconds,
+    a_link_down,
+    a_link_down_while_saving,
+    a_link_down_at_the_start,
+    a_firewall_before_the_coordinator,
+    a_firewall_after_the_coordinator,
+    a_firewall_during_the_run,
+    the_coordinators_port_closed_during_the_run,
+    a_name_that_nobody_knows,
+    a_name_at_127_0_1_1,
+    a_clock_an_hour_ahead,
+    another_commit_of_one_version,
+    another_folder_under_the_name_of_the_workdir,
+    a_host_that_cannot_write_large_files,
+)
+ONE_MACHINE = (
+    launched_and_one_process_killed,
+    launched_and_process_0_killed,
+    launched_and_one_process_stopped,
+    launched_and_sigterm,
+    one_process_and_sigusr1,
+    one_process_and_a_full_disk,
 )
 
 
@@ -257,7 +524,7 @@ def main(names):
     }
     passed = failed = 0
     print("| scenario | named after | code | sentence |\n|---|---|---|---|", flush=True)
-    for scenario in UNDER_SLURM:
+    for scenario in (*UNDER_SLURM, *TWO_HOSTS, *ONE_MACHINE):
         title = scenario.__name__.replace("_", " ")
         if names and not any(name in scenario.__name__ for name in names):
             continue
@@ -267,13 +534,15 @@ def main(names):
             for output in bench.outputs:
                 raw = RAW.search(output.text)
                 assert raw is None, f"{output.path.name} has {raw[0]!r}"
-            print(f"| {title} | {seen.seconds:.1f} s | {seen.codes} | `{seen.sentence}` |", flush=True)
+            print(
+                f"| {title} | {seen.seconds:.1f} s | {seen.codes} | `{seen.sentence}` |", flush=True
+            )
             passed += 1
         except AssertionError as error:
             failed += 1
             print(f"| {title} | failed | | {error} |", flush=True)
             for output in bench.outputs:
-                print(f"--- {output.path.name}\n{output.text[-3000:]}", flush=True)
+                print(f"--- {output.path.name}\n{output.text[-2500:]}", flush=True)
         finally:
             bench.clear()
             slurm.make_idle()
