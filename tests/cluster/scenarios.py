@@ -208,9 +208,9 @@ def a_host_cut_off(bench):
 def the_link_between_two_hosts_cut(bench):
     number, output = bench.submit("apart")
     output.wait_for(SAVED)
-    rule = ("--source", bench.n1.address, "--jump=DROP")
+    rule = ("--source", bench.n1.address, "--jump", "DROP")
     began = time.monotonic()
-    bench.n2.call("iptables", "--append=INPUT", *rule)
+    bench.n2.call("iptables", "--append", "INPUT", *rule)
     seconds, sentence = output.wait_for("process 1 on n2 .* was lost", since=began)
     output.wait_for(f"job {number}: srun ended with 4 after 0 restarts")
     bench.n2.mend()
@@ -219,8 +219,8 @@ def the_link_between_two_hosts_cut(bench):
 
 
 def firewall(bench):
-    rule = ("--protocol=tcp", "--source", bench.n1.address, "--syn", "--jump=DROP")
-    bench.n2.call("iptables", "--append=INPUT", *rule)
+    rule = ("--protocol", "tcp", "--source", bench.n1.address, "--syn", "--jump", "DROP")
+    bench.n2.call("iptables", "--append", "INPUT", *rule)
     began = time.monotonic()
     job = bench.srun(*TRAIN, *SMALL, SHORT, f"--workdir={bench.workdir}")
     seconds, sentence = job.wait_for("n1 cannot reach n2 at 10.77.0.2:", since=began)
@@ -295,9 +295,9 @@ def at_the_start(bench, sentence, *codes, who=0, flags=(SHORT,), **own):
 def only_the_port_of_the_coordinator(bench):
     """Drops all connections to other ports, and what belongs to older ones."""
     for port in ("--sport", "--dport"):
-        rule = ("--protocol=tcp", port, str(PORT), "--jump=ACCEPT")
-        bench.n2.call("iptables", "--append=INPUT", *rule)
-    bench.n2.call("iptables", "--append=INPUT", "--in-interface=eth0", "--jump=DROP")
+        rule = ("--protocol", "tcp", port, str(PORT), "--jump", "ACCEPT")
+        bench.n2.call("iptables", "--append", "INPUT", *rule)
+    bench.n2.call("iptables", "--append", "INPUT", "--in-interface", "eth0", "--jump", "DROP")
 
 
 def a_link_down_for_5_seconds(bench):
@@ -336,8 +336,8 @@ def a_link_down_at_the_start(bench):
 
 
 def a_firewall_before_the_coordinator(bench):
-    rule = ("--protocol=tcp", "--dport", str(PORT), "--jump=DROP")
-    bench.n1.call("iptables", "--append=INPUT", *rule)
+    rule = ("--protocol", "tcp", "--dport", str(PORT), "--jump", "DROP")
+    bench.n1.call("iptables", "--append", "INPUT", *rule)
     flags = (SHORT, "--wait=8")
     return at_the_start(bench, "process 0 does not answer", 4, 4, who=1, flags=flags)
 
@@ -357,8 +357,8 @@ def a_firewall_during_the_run(bench):
 def the_coordinators_port_closed_during_the_run(bench):
     def fault():
         for port in ("--sport", "--dport"):
-            rule = ("--protocol=tcp", port, str(PORT), "--jump=DROP")
-            bench.n2.call("iptables", "--append=INPUT", *rule)
+            rule = ("--protocol", "tcp", port, str(PORT), "--jump", "DROP")
+            bench.n2.call("iptables", "--append", "INPUT", *rule)
 
     return in_a_run(bench, fault, "was lost", 4, 4)
 
