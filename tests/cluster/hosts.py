@@ -86,6 +86,14 @@ class Output:
             time.sleep(0.02)
         return time.monotonic() - (began if since is None else since), line
 
+    def wait_for_imports(self, count=2):
+        """Waits until this many processes have imported their modules; returns the moment."""
+        self.wait_for("imported")
+        while self.text.count("imported\n") < count:
+            assert not self.has_ended, "ended early"
+            time.sleep(0.02)
+        return time.monotonic()
+
 
 class Job(Output):
     """A process on a host, the leader of a group of processes."""

@@ -22,16 +22,15 @@ from tests.paths import ROOT
 
 # Most faults must be named in this time.
 BOUND = 15.0
-# From the start of a process until its imports are done, on a busy machine.
-BEGIN_SECONDS = 10.0
 PORT = 1234
 RAW = re.compile(
-    r"Traceback|^(\[\d\] |\d: )?[EFWI]\d{4} |external/|\*\*\* (?!STEP|JOB)|@ +0x|terminate called|Gloo.*"
-    r"(fail|clos|reset|error|time)",
+    r"Traceback|^(\[\d\] |\d: )?[EFWI]\d{4} |external/|\*\*\* (?!STEP|JOB)|@ +0x|"
+    r"terminate called|Gloo.*(fail|clos|reset|error|time)",
     re.MULTILINE,
 )
 PYTHON = sys.executable
-TRAIN = (PYTHON, "-m", "manualpar", "train", "fsdp")
+MANUALPAR = (PYTHON, "-m", "tests.cluster.command")
+TRAIN = (*MANUALPAR, "train", "fsdp")
 SMALL = (
     "--model.hidden_size=16",
     "--model.num_layers=1",
@@ -122,8 +121,8 @@ class Bench:
 
 
 def found_without_a_flag(bench):
-    began = time.monotonic()
     job = bench.srun(*TRAIN, *SMALL, SHORT, f"--workdir={bench.workdir}")
+    began = job.wait_for_imports()
     seconds, sentence = job.wait_for(r"mesh: ", since=began)
     assert job.code() == 0
     assert "4 devices" in job.text or "2 processes" in job.text, job.text
@@ -131,12 +130,12 @@ def found_without_a_flag(bench):
 
 
 def doctor_finds_two_hosts_ready(bench):
-    began = time.monotonic()
     workdir = f"--workdir={bench.workdir}"
-    job = bench.srun(PYTHON, "-m", "manualpar", "doctor", "--cluster", workdir)
-    assert job.code() == 0
+    job = bench.srun(*MANUALPAR, "doctor", "--cluster", workdir)
+    began = job.wait_for_imports()
     seconds, sentence = job.wait_for(r"n2: ok", since=began)
     assert job.find(r"n1: ok")
+    assert job.code() == 0
     return Seen(seconds, sentence, "0")
 
 
@@ -154,10 +153,11 @@ def scancel(bench):
 def time_limit_with_requeue(bench):
     number, output = bench.submit("limited", "--time=2", "--signal=B:USR1@60")
     output.wait_for(TRAINS)
+    output.wait_for("SIGUSR1: stopping after this step")
     began = time.monotonic()
-    _, sentence = output.wait_for("stopped after step .* is saved")
+    seconds, sentence = output.wait_for("stopped after step .* is saved", since=began)
     output.wait_for(f"job {number}: srun ended with 75 after 0 restarts")
-    seconds, _ = output.wait_for("going on from the checkpoint of step", since=began)
+    output.wait_for("going on from the checkpoint of step")
     time.sleep(2.0)
     call("scancel", "--signal=USR1", number)
     output.wait_for(f"job {number}: srun ended with 75 after 1 restarts")
@@ -168,8 +168,8 @@ def time_limit_with_requeue(bench):
 def a_task_that_never_comes(bench):
     late = 'if [ "$SLURM_PROCID" = 1 ]; then sleep 40; exit 0; fi; exec "$@"'
     flags = (*SMALL, LONG, "--wait=8", f"--workdir={bench.workdir}")
-    began = time.monotonic()
     job = bench.srun("bash", "-c", late, "bash", *TRAIN, *flags)
+    began = job.wait_for_imports(1)
     seconds, sentence = job.wait_for("process 1 .*not connected|not connected.*1", since=began)
     job.wait_for("0: process 1 was lost: it has not connected to process 0 within 8 s")
     job.wait_for("task 0: Exited with exit code 4")
@@ -180,8 +180,8 @@ def a_second_job_in_the_workdir(bench):
     flags = (*TRAIN, *SMALL, LONG, f"--workdir={bench.workdir}")
     first = bench.srun(*flags)
     first.wait_for(TRAINS)
-    began = time.monotonic()
     second = bench.srun(*flags, name="second")
+    began = second.wait_for_imports()
     seconds, sentence = second.wait_for("error: ", since=began)
     code = second.code()
     assert first.popen.poll() is None, "the first run has ended"
@@ -221,8 +221,8 @@ def the_link_between_two_hosts_cut(bench):
 def firewall(bench):
     rule = ("--protocol", "tcp", "--source", bench.n1.address, "--syn", "--jump", "DROP")
     bench.n2.call("iptables", "--append", "INPUT", *rule)
-    began = time.monotonic()
     job = bench.srun(*TRAIN, *SMALL, SHORT, f"--workdir={bench.workdir}")
+    began = job.wait_for_imports()
     seconds, sentence = job.wait_for("n1 cannot reach n2 at 10.77.0.2:", since=began)
     assert job.code() == 2
     return Seen(seconds, sentence, "2")
@@ -232,8 +232,8 @@ def unshared_workdir(bench):
     bench.workdir.mkdir()
     bench.n2.call("mount", "-t", "tmpfs", "tmpfs", str(bench.workdir))
     try:
-        began = time.monotonic()
         job = bench.srun(*TRAIN, *SMALL, SHORT, f"--workdir={bench.workdir}")
+        began = job.wait_for_imports()
         seconds, sentence = job.wait_for("does not see in", since=began)
         assert job.code() == 2
     finally:
@@ -243,8 +243,8 @@ def unshared_workdir(bench):
 
 def debians_hosts_file(bench):
     bench.n2.hosts.write_text(f"127.0.1.1 n2\n{bench.n2.hosts.read_text()}")
-    began = time.monotonic()
     job = bench.srun(*TRAIN, *SMALL, SHORT, f"--workdir={bench.workdir}")
+    began = job.wait_for_imports()
     seconds, sentence = job.wait_for("resolves its own name to 127.0.1.1", since=began)
     assert job.code() == 2
     return Seen(seconds, sentence, "2")
@@ -286,8 +286,8 @@ def in_a_run(bench, fault, sentence, *codes, who=0, flags=(), **named):
 
 def at_the_start(bench, sentence, *codes, who=0, flags=(SHORT,), **own):
     """Starts a run whose hosts have a fault, and waits for a sentence of process `who`."""
-    began = time.monotonic()
     jobs = bench.pair(*flags, **own)
+    began = max(job.wait_for_imports(1) for job in jobs)
     seconds, line = jobs[who].wait_for(sentence, since=began)
     return Seen(seconds, line, ends(jobs, *codes))
 
@@ -380,10 +380,11 @@ def a_clock_an_hour_ahead(bench):
 
 def another_commit_of_one_version(bench):
     other = bench.folder / "other"
-    shutil.copytree(ROOT / "manualpar", other / "manualpar")
+    for part in ("manualpar", "configs"):
+        shutil.copytree(ROOT / part, other / part)
     with (other / "manualpar" / "launch.py").open("a") as file:
         file.write("# Another commit.\n")
-    path = {"PYTHONPATH": str(other)}
+    path = {"PYTHONPATH": f"{other}:{ROOT}"}
     return at_the_start(bench, "the hash of manualpar's sources is", 2, 2, own=({}, path))
 
 
@@ -413,8 +414,8 @@ def a_name_at_127_0_1_1(bench):
 
 def launch(bench, *flags, name="launch"):
     """Starts two processes on n1 with the launcher."""
-    own = (PYTHON, "-m", "manualpar", "launch", "--processes=2", "--devices-per-process=2", "--")
-    command = [*own, *TRAIN, *SMALL, *flags, f"--workdir={bench.workdir}"]
+    own = (PYTHON, "-m", "manualpar", "launch", "--processes=2", "--devices-per-process=2")
+    command = [*own, "--", *TRAIN, *SMALL, *flags, f"--workdir={bench.workdir}"]
     return bench.start(name, bench.n1, command)
 
 
@@ -463,8 +464,8 @@ def one_process_and_a_full_disk(bench):
     bench.workdir.mkdir()
     bench.n1.call("mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(bench.workdir))
     try:
-        began = time.monotonic()
         job = bench.start("one", bench.n1, [*TRAIN, *SMALL, LONG, f"--workdir={bench.workdir}"])
+        began = job.wait_for_imports(1)
         seconds, line = job.wait_for("error: ", since=began)
         return Seen(seconds, line, ends([job], 6))
     finally:
