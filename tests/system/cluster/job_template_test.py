@@ -64,7 +64,7 @@ def calls_of(folder):
     return re.sub(r" token=.*", "", text).splitlines(), tokens
 
 
-SRUN = f"srun --kill-on-bad-exit=0 {' '.join(COMMAND)} --workdir="
+SRUN = f"srun --kill-on-bad-exit=0 --wait=120 {' '.join(COMMAND)} --workdir="
 
 
 @pytest.mark.parametrize(
