@@ -159,6 +159,13 @@ class Host:
     def start(self, command, path, **environment):
         return Job([*self.enter, *command], path, environment)
 
+    def filter(self, *rule):
+        """Adds a rule to the firewall for what comes in."""
+        self.call("iptables", "--append", "INPUT", *rule)
+
+    def drop(self, *rule):
+        self.filter(*rule, "--jump", "DROP")
+
     def plug(self, state):
         """Pulls the host's network cable ("down"), or plugs it in ("up")."""
         call("ip", "link", "set", f"to-{self.name}", state)
