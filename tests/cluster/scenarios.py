@@ -19,6 +19,7 @@ from tests.cluster.without_slurm import (
     TWO_HOSTS,
     a_firewall_during_the_run,
     launched_and_process_0_killed,
+    two_hosts_by_the_lines_of_the_page,
 )
 from tests.compiling import ENVIRONMENT
 
@@ -29,8 +30,8 @@ RAW = re.compile(
     r"terminate called|Gloo.*(fail|clos|reset|error|time)",
     re.MULTILINE,
 )
-# The limit of a hang is 10 s and the time of the longest phase so far.
-BOUNDS = {a_firewall_during_the_run: 30.0}
+# The limit of a hang is 10 s and the time of the longest phase so far. The page has two commands.
+BOUNDS = {a_firewall_during_the_run: 30.0, two_hosts_by_the_lines_of_the_page: 120.0}
 # XLA aborts a process that finds JAX's coordination service gone, and says so in lines of its own.
 SAY_MORE = (launched_and_process_0_killed,)
 

@@ -14,8 +14,8 @@ def in_a_run(bench, fault, sentence, *codes, who=0, flags=(), **named):
     """Causes a fault in a run that trains, and waits for a sentence of process `who`."""
     jobs = bench.pair(LONG, *flags)
     jobs[0].wait_for(TRAINS)
-    began = time.monotonic()
     fault()
+    began = time.monotonic()
     seconds, line = jobs[who].wait_for(sentence, since=began, **named)
     return Seen(seconds, line, ends(jobs, *codes))
 
@@ -33,6 +33,24 @@ def only_the_port_of_the_coordinator(bench):
     for port in ("--sport", "--dport"):
         bench.n2.filter("--protocol", "tcp", port, str(PORT), "--jump", "ACCEPT")
     bench.n2.drop("--in-interface", "eth0")
+
+
+def two_hosts_by_the_lines_of_the_page(bench):
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    section = page.partition("\n## Two hosts\n")[2].partition("\n## ")[0]
+    lines = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    assert lines.count("/shared/") == 2, lines
+    lines = lines.replace("/shared/", f"{bench.folder}/shared/")
+    path = f"{Path(PYTHON).parent}:{os.environ['PATH']}"
+    began = time.monotonic()
+    jobs = []
+    for number, host in enumerate((bench.n1, bench.n2)):
+        own = lines.replace("PROCESS_ID=0", f"PROCESS_ID={number}")
+        jobs.append(bench.start(host.name, host, ["bash", "-ec", own], PATH=path))
+    for name in ("n1", "n2"):
+        jobs[0].wait_for(f"{name}: ok")
+    seconds, _ = jobs[0].wait_for(TRAINS, since=began)
+    return Seen(seconds, jobs[0].find("mesh: .*2 hosts"), "none")
 
 
 def a_link_down_for_5_seconds(bench):
@@ -208,6 +226,7 @@ def one_process_and_a_full_disk(bench):
 
 
 TWO_HOSTS = (
+    two_hosts_by_the_lines_of_the_page,
     a_link_down_for_5_seconds,
     a_link_down,
     a_link_down_while_saving,
