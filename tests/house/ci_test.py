@@ -1,7 +1,9 @@
 """Continuous integration uses fixed versions: actions by commit, packages by version and hash."""
 
 import configparser
+import os
 import re
+import subprocess
 
 from tests.paths import ROOT
 
@@ -9,9 +11,23 @@ from tests.paths import ROOT
 def test_actions_are_named_by_the_hash_of_a_commit():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     uses = re.findall(r"uses: (.*)", text)
-    assert len(uses) == 6
+    assert len(uses) == 7
     for use in uses:
         assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v[\d.]+", use)
+
+
+def test_two_hosts_are_tried_by_root_alone_and_the_others_are_told_so(tmp_path):
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "tests" / "cluster" / "run"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout) == (77, "")
+    assert re.fullmatch(r"tests/cluster/run cannot run here: .* needs root\n", done.stderr)
 
 
 def test_the_lock_has_each_dependency_once_with_a_version_and_a_hash():

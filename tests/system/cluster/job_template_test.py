@@ -64,7 +64,7 @@ def calls_of(folder):
     return re.sub(r" token=.*", "", text).splitlines(), tokens
 
 
-SRUN = f"srun --kill-on-bad-exit=0 {' '.join(COMMAND)} --workdir="
+SRUN = f"srun --kill-on-bad-exit=0 --wait=120 {' '.join(COMMAND)} --workdir="
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,14 @@ SRUN = f"srun --kill-on-bad-exit=0 {' '.join(COMMAND)} --workdir="
         (4, "RUNNING", "2", True),
         (75, "RUNNING", "3", False),
         (4, "RUNNING", "4", False),
+        (138, "RUNNING", "0", True),
         (75, "COMPLETING", "0", False),
         (1, "RUNNING", "0", False),
         (2, "RUNNING", "0", False),
         (143, "RUNNING", "0", False),
     ],
 )
-def test_slurm_requeues_after_75_and_4_until_the_bound(
+def test_slurm_requeues_after_75_and_4_and_an_early_signal_until_the_bound(
     tmp_path, code, state, restarts, is_requeued
 ):
     more = {"SLURM_RESTART_COUNT": restarts} if restarts else {}
@@ -92,7 +93,7 @@ def test_slurm_requeues_after_75_and_4_until_the_bound(
     assert calls[0] == f"{SRUN}/shared/runs/train"
     assert ("scontrol requeue 7" in calls) == is_requeued
     assert f"srun ended with {code} after {restarts or 0} restarts" in out
-    assert ("not requeued" in out) == (code in (4, 75) and not is_requeued)
+    assert ("not requeued" in out) == (code in (4, 75, 138) and not is_requeued)
     assert len(tokens) == 1
 
 
