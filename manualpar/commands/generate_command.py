@@ -119,15 +119,15 @@ def _prompts(
         where = f"--prompts={flags.prompts}, line {number}: " if flags.prompts else "--prompt: "
         if not {"prompt", "messages"} & line.keys():
             raise UsageError(f"{where}expected a field 'prompt' or 'messages'.")
-        messages = line.get("messages")
-        if messages is None and flags.chat:
-            messages = [{"role": "user", "content": line["prompt"]}]
-        if messages is None:
+        chat = line if line.get("messages") is not None else None
+        if chat is None and flags.chat:
+            chat = {**line, "messages": [{"role": "user", "content": line["prompt"]}]}
+        if chat is None:
             prompts.append(_prompt(line["prompt"], where))
             continue
         chats = chats or Chats(trained.tokenizer, trained.template)
         try:
-            prompts.append(chats.prompt(messages))
+            prompts.append(chats.prompt(chat))
         except ValueError as error:
             raise UsageError(f"{where}it {error}.") from error
     return prompts
