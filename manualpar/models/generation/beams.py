@@ -61,8 +61,8 @@ class Search(NamedTuple):
             )
         if self.beams == 1 and samples > 1 and temperature == 0:
             raise ValueError(
-                f"generate: samples is {samples} and temperature is 0, expected a temperature above "
-                "0 or beams, because all samples would be the likeliest tokens."
+                f"generate: samples is {samples} and temperature is 0, expected a temperature "
+                "above 0 or beams, because all samples would be the likeliest tokens."
             )
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(
