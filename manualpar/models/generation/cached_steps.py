@@ -32,9 +32,11 @@ from manualpar.core.parameters.collectives import gather_invariant
 from manualpar.core.parameters.placement import Route, map_in_scopes, param_specs
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import TrainState
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, TENSOR_SCOPE
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts, append
 from manualpar.models import Split, Transformer
+from manualpar.models.generation.adopting import Adopter
 from manualpar.models.generation.drawing import Drawing, draw_tokens
 from manualpar.models.generation.penalties import History, history_of, note, penalize
 
@@ -104,7 +106,7 @@ class CachedSteps:
     """The compiled steps of generation and scoring for a program's model.
 
     Attributes:
-      program: The program.
+      program: The program that generates.
       model: The program's `Transformer` without options that concern only training or a context
         axis.
       row_devices: The number of devices over which rows are sharded.
@@ -123,12 +125,15 @@ class CachedSteps:
     def __init__(self, program: Program) -> None:
         """Prepares the steps for the program of a `Transformer`; compiles nothing yet.
 
+        If the program cannot generate, another one does, see `Adopter`.
+
         Raises:
           TypeError: The model is not a `Transformer`.
-          ValueError: The program's mesh has stages or a context axis, or its mode is not manual.
         """
+        self._adopter = Adopter(program)
+        program = self._adopter.program
         interface = program.model.interface
-        _check(program, interface.module)
+        _check(interface.module)
         self.program, self.model = program, _for_generation(interface.module)
         self._interface = dataclasses.replace(interface, module=self.model, phase="eval")
         axes = program.roles.data_axes
@@ -141,6 +146,10 @@ class CachedSteps:
         self.prefill = self._jit(self._prefill, static_argnames=("size", "width"))
         self.decode = self._jit(self._decode, static_argnames="width", donate_argnames="rows")
         self.score = self._jit(self._score)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Returns a state of the program as a state for these steps, see `Adopter.adopt`."""
+        return self._adopter.adopt(state)
 
     def _jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         jitted = jax.jit(function, **options)
@@ -351,27 +360,11 @@ def _for_generation(model: Transformer) -> Transformer:
     )
 
 
-def _check(program: Program, module: Any) -> None:
-    """Refuses a program whose model or mesh these steps do not support."""
+def _check(module: Any) -> None:
+    """Refuses a model that these steps do not support."""
     if not isinstance(module, Transformer):
         raise TypeError(
             f"generate: the model is a {type(module).__name__}, expected a Transformer, because "
             "other models store no keys and values. For other causal models use "
             "manualpar.models.generation.sampling.sample_tokens, which needs no cache."
         )
-    step = program.step
-    mend = "Build a program on a mesh of data and model axes; program.adopt(state) takes the state."
-    if not step.mode.writes_collectives:
-        raise ValueError(
-            f"generate: the program's mode is {program.mode!r}, expected 'manual', because the "
-            f"steps of generation contain their collectives. {mend}"
-        )
-    for kind, axes in (
-        ("stage", step.roles.stage_axes),
-        ("context", (step.roles.context_axis,) if step.roles.context_axis else ()),
-    ):
-        if axes:
-            raise ValueError(
-                f"generate: the program's mesh has the {kind} axis {axes[0]!r}, expected none, "
-                f"because one token cannot be divided over stages or positions. {mend}"
-            )

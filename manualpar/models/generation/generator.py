@@ -17,7 +17,6 @@ from manualpar.core.mesh.rng import typed_key
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.data.tokenizer import Tokenizer
-from manualpar.models.generation.adopting import Adopter
 from manualpar.models.generation.answers import Answer, TextPiece, next_piece
 from manualpar.models.generation.beams import BeamSearch, Search, run_searches
 from manualpar.models.generation.cached_steps import CachedSteps, Proposed
@@ -66,7 +65,7 @@ class Generator:
         Args:
           program: The program of the model. Its states are used, but not trained. If its mesh has
             stages or a context axis, or its mode is not manual, another program on the same
-            devices generates, see `adopt`, and a warning says so.
+            devices generates, see `Adopter`, and a warning says so.
           tokenizer: The tokenizer of the model.
           batch_size: The most rows that run at once, rounded up to a multiple of the devices that
             shard the rows.
@@ -76,18 +75,13 @@ class Generator:
         Raises:
           TypeError, ValueError: See `CachedSteps`.
         """
-        self._adopter = Adopter(program)
-        self.steps, self.tokenizer = CachedSteps(self._adopter.program), tokenizer
+        self.steps, self.tokenizer = CachedSteps(program), tokenizer
         self.batch_size = self._divisible(batch_size)
         if stop_tokens is None:
             named = [self.steps.model.bos_token]
             named += [tokenizer.bos_token, tokenizer.end_token] if tokenizer else []
             stop_tokens = [token for token in named if token >= 0]
         self.stop_tokens = frozenset(map(int, stop_tokens))
-
-    def adopt(self, state: TrainState) -> TrainState:
-        """Returns a state of the given program as a state for `steps`, see `Adopter.adopt`."""
-        return self._adopter.adopt(state)
 
     def generate(
         self, state: TrainState, prompts: Sequence[Prompt], **options: Any
@@ -205,7 +199,9 @@ class Generator:
             )
         encoded = [self.encode(prompt, index) for index, prompt in enumerate(prompts)]
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
-        call = _Call(self.adopt(state), drawing, max_tokens, stops, strings, key, samples, search)
+        call = _Call(
+            self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples, search
+        )
         if beams > 1:
             return self._stream_beams(call, encoded)
         return self._stream(call, [prompt for prompt in encoded for _ in range(samples)])

@@ -106,7 +106,7 @@ def penalize(logits: jax.Array, history: History, penalties: Penalties) -> jax.A
     Communication:
       None.
     """
-    logits = logits + penalties.bias
+    logits = logits + penalties.bias[None]
     is_in_answer = history.in_answer > 0
     repeated = jnp.where(logits < 0, logits * penalties.repetition, logits / penalties.repetition)
     logits = jnp.where(history.in_prompt | is_in_answer, repeated, logits)

@@ -75,7 +75,8 @@ def score_completions(
         sequences.append(tokens[-max_length - 1 :] if max_length else tokens)
     scores: list[Score | None] = [None] * len(pairs)
     order = sorted(range(len(pairs)), key=lambda index: len(sequences[index]))
-    steps, size, state = generator.steps, generator.batch_size, generator.adopt(state)
+    steps, size = generator.steps, generator.batch_size
+    state = steps.adopt(state)
     for first in range(0, len(order), size):
         batch = order[first : first + size]
         length = padded(max(len(sequences[index]) for index in batch) - 1)
