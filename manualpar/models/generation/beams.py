@@ -100,10 +100,10 @@ class BeamSearch:
         beams = search.beams
         self._running = [Beam()] * beams
         # At first all beams are the same, so only one of them counts.
-        self._running_scores = np.full(beams, NO_SCORE)
+        self._running_scores: np.ndarray = np.full(beams, NO_SCORE)
         self._running_scores[0] = 0
         self._answers = [Beam()] * beams
-        self._scores = np.full(beams, NO_SCORE)
+        self._scores: np.ndarray = np.full(beams, NO_SCORE)
         self._is_answer = np.zeros(beams, bool)
         self._length = 0
         self.is_done = False
