@@ -22,7 +22,6 @@ from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.state.train_state import TrainState
 from manualpar.data import BatchStream, evaluation_batches, train_batches
 from manualpar.system.cluster import UNWATCHED, Cluster
-from manualpar.system.cluster.agreement import gather
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.experiment import Experiment
 from manualpar.training.hooks import Hooks
@@ -329,7 +328,10 @@ class Trainer:
                 "hooks": self.hooks.state(),
             }
             if isinstance(dataset.train, BatchStream):
-                extra["stream"] = gather(dataset.train.state())
+                own = {"state": dataset.train.state()}
+                wants = range(self.cluster.num_processes) if self.cluster.is_main else []
+                states = self.cluster.share(own, wants)
+                extra["stream"] = [states[process]["state"] for process in sorted(states)]
             self.checkpoints.save(
                 self.experiment.program,
                 state,
