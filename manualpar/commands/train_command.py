@@ -32,6 +32,7 @@ from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketError
 from manualpar.training.agreed_facts import experiment_facts, run_facts
 from manualpar.training.config import check_config
+from manualpar.training.division import read_earlier
 from manualpar.training.exit_codes import (
     EXIT_CODES,
     STOPPED_EXIT_CODE,
@@ -45,7 +46,7 @@ from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
 from manualpar.training.trainer import StoppedError
-from manualpar.training.workdir import RUNS, check_folder, choose_workdir
+from manualpar.training.workdir import FOLDER, RUNS, check_folder, choose_workdir
 
 USAGE = """{program} [CONFIG] [--<field>=<value> ...]
     [--workdir=<folder>] [--mesh=<axis>=<size>,...] [--devices=<number>]
@@ -150,14 +151,16 @@ def _prepare(
     """Prepares the experiment, checks it in all processes, and chooses its folder."""
     try:
         cluster.enter("preparing")
-        experiment = prepare(command.config, tracing=tracing)
+        workdir = command.flags.workdir
+        earlier = read_earlier(workdir / FOLDER) if workdir is not None else None
+        experiment = prepare(command.config, tracing=tracing, earlier=earlier)
         cluster.enter("comparing what it prepared")
         if cluster.num_processes > 1:
             cluster.agree(experiment_facts(experiment))
         cluster.enter("starting")
         if not command.flags.force:
             check_fits(experiment)
-        return experiment, choose_workdir(command.flags.workdir, name=command.config_path.stem)
+        return experiment, choose_workdir(workdir, name=command.config_path.stem)
     except (UsageError, ValueError) as error:
         mistake = UsageError(describe_mistake(error))
         # All processes raise a `DisagreementError`, but maybe only this one raises another error.

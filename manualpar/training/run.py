@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import ml_collections
 import rich.console
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
@@ -29,7 +30,8 @@ from manualpar.system.storage import AnyPath, BucketError, mirrored
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import Checkpoints, Restored
 from manualpar.training.checkpoints.saved_state import unpad_whole
-from manualpar.training.config import flatten_config
+from manualpar.training.config import flatten_config, is_own
+from manualpar.training.division import describe_change
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import Experiment
 from manualpar.training.hooks import Hooks
@@ -145,6 +147,13 @@ def _run(
     if checkpoints.latest_step() is not None:
         restored = restore(checkpoints, experiment, workdir, report=say)
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
+        for sentence in describe_change(
+            restored.extra.get("division"),
+            experiment.division,
+            batch_size=config.data.batch_size,
+            draws=_draws(config),
+        ):
+            say(sentence)
     position = position_of(restored) if restored else START
     if restored:
         state = restored.state
@@ -220,6 +229,12 @@ def _run(
             sample = task.sample(_without_padding(program, shown), jax.random.key(config.seed))
     metrics = {split: recorder.latest(split) for split in SPLITS if recorder.latest(split)}
     return Result(state, metrics, sample)
+
+
+def _draws(config: ml_collections.ConfigDict) -> bool:
+    """Returns whether the loss may draw random numbers; not known of models of the user's own."""
+    values = flatten_config(config)
+    return is_own(config.model.name) or any("dropout" in x and values[x] for x in values)
 
 
 def _no_lock() -> None:

@@ -326,6 +326,7 @@ class Trainer:
                 "recorder": self.recorder.state(),
                 "files": self.writer.place(),
                 "hooks": self.hooks.state(),
+                "division": list(self.experiment.division),
             }
             if isinstance(dataset.train, BatchStream):
                 own = {"state": dataset.train.state()}
