@@ -5,7 +5,6 @@
 
 import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -43,6 +42,7 @@ from manualpar.training.exit_codes import (
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console, show_tracing
+from manualpar.training.monitoring.run_times import TimeLedger
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
 from manualpar.training.trainer import StoppedError
@@ -68,7 +68,7 @@ def main(
 
 def run_command(command: CommandLine) -> int:
     """Runs the training that a command line describes; returns the exit code."""
-    started = time.perf_counter()
+    times = TimeLedger()
     quiet_absl()
     config, flags = command.config, command.flags
     try:
@@ -98,10 +98,10 @@ def run_command(command: CommandLine) -> int:
         print_error(f"--workdir={flags.workdir} cannot be read: {error}")
         return FILES_EXIT_CODE
     with cluster.stop_on_sigterm(), cluster:
-        return _run(command, cluster, changes=changes, started=started)
+        return _run(command, cluster, times, changes=changes)
 
 
-def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
+def _run(command: CommandLine, cluster: Cluster, times: TimeLedger, *, changes: list[str]) -> int:
     """Prepares and runs the training, in every process; returns the exit code."""
     console = make_console(process=cluster.process_id)
     remains, goes_on = "nothing was written", ""
@@ -113,7 +113,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
                 goes_on = f", and the same command with --workdir={workdir} goes on"
             for change in changes:
                 print_line(console, change)
-            result = run(experiment, workdir, cluster=cluster, console=console)
+            result = run(experiment, workdir, cluster=cluster, console=console, times=times)
             cluster.nothing_to_lose()
     except KeyboardInterrupt:
         print_error(f"interrupted; {remains}{goes_on}")
@@ -140,7 +140,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
             words = headline.replace("_", " ")
             print_line(console, f"{split} {words}: {found[headline]:.4f}")
             break
-    print_line(console, f"time: {time.perf_counter() - started:.1f} s")
+    print_line(console, f"time: {times.elapsed:.1f} s")
     print_line(console, f"results: {workdir}")
     return 0
 

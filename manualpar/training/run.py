@@ -40,6 +40,12 @@ from manualpar.training.monitoring.profiling import StepProfiler, parse_profile
 from manualpar.training.monitoring.progress import TrainingProgress
 from manualpar.training.monitoring.report import write_report
 from manualpar.training.monitoring.run_files import METRICS_FILE, PLACED_FILES, RunWriter
+from manualpar.training.monitoring.run_times import (
+    COMPILING,
+    RESTORING,
+    TIMES_FILE,
+    TimeLedger,
+)
 from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.monitoring.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.training.monitoring.trackers import start_trackers
@@ -85,11 +91,17 @@ class ResultsTarget(NamedTuple):
 
 
 def run(
-    experiment: Experiment, workdir: AnyPath, *, cluster: Cluster, console: rich.console.Console
+    experiment: Experiment,
+    workdir: AnyPath,
+    *,
+    cluster: Cluster,
+    console: rich.console.Console,
+    times: TimeLedger | None = None,
 ) -> Result:
     """Trains and tests an experiment, and shows the mesh, the layout and the progress.
 
-    If the folder contains checkpoints, the run resumes from the latest checkpoint.
+    If the folder contains checkpoints, the run resumes from the latest checkpoint. `times` began
+    with the process; by default it begins now.
 
     Raises:
       CheckpointError: A checkpoint cannot be read or written.
@@ -97,6 +109,7 @@ def run(
       WriteError: The folder cannot be written to.
       StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Trainer.train`.
     """
+    times = times or TimeLedger()
     with contextlib.ExitStack() as stack:
         failure, check = "", _no_lock
         if cluster.is_main:
@@ -121,7 +134,7 @@ def run(
             checkpoints.check_shared()
         try:
             target = ResultsTarget(workdir, folder, publish)
-            return _run(experiment, target, checkpoints, cluster=cluster, console=console)
+            return _run(experiment, target, checkpoints, times, cluster=cluster, console=console)
         except jax.errors.JaxRuntimeError as error:
             if options := experiment.chosen.options:
                 error.add_note(
@@ -135,6 +148,7 @@ def _run(
     experiment: Experiment,
     target: ResultsTarget,
     checkpoints: Checkpoints,
+    times: TimeLedger,
     *,
     cluster: Cluster,
     console: rich.console.Console,
@@ -145,7 +159,9 @@ def _run(
     workdir, folder, publish = target
     restored: Restored | None = None
     if checkpoints.latest_step() is not None:
-        restored = restore(checkpoints, experiment, workdir, report=say)
+        with times.during(RESTORING):
+            restored = restore(checkpoints, experiment, workdir, report=say)
+            times.at(restored.step)
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
         for sentence in describe_change(
             restored.extra.get("division"),
@@ -184,13 +200,17 @@ def _run(
             publish=publish,
         )
         stack.enter_context(writer)
+        times.write_to(folder / TIMES_FILE if cluster.is_main else None)
+        stack.callback(times.close)
         if cluster.is_main:
             stack.push(lambda _, error, __: _write_report(experiment, target, say, error))
+            stack.callback(times.flush, always=True)
         progress = TrainingProgress(
             console,
             num_steps=config.training.num_steps,
             first_step=position.step,
             state_bytes=state_bytes(program.abstract_state)[0],
+            while_compiling=functools.partial(times.during, COMPILING),
         )
         recorder = Recorder(
             writer,
@@ -205,7 +225,10 @@ def _run(
             recorder.resume(restored.extra["recorder"])
             hooks.restore(restored.extra.get("hooks", []))
         detector = StallDetector(
-            config.watch.stall_seconds, others=cluster.steps, num_processes=cluster.num_processes
+            config.watch.stall_seconds,
+            others=cluster.steps,
+            num_processes=cluster.num_processes,
+            on_over=times.stalled,
         )
         # Only process 0 profiles, because several processes of a host would write to one file.
         profiled = parse_profile(config.profile) if cluster.is_main else range(0)
@@ -221,6 +244,7 @@ def _run(
             profiler,
             report=say,
             hooks=hooks,
+            times=times,
         )
         state = trainer.train(state, position)
         sample = ""

@@ -1,4 +1,4 @@
-"""A run goes on with fewer devices: the same batches, and the same values up to the order of sums."""
+"""A run goes on with fewer devices: the same batches; the same values up to the order of sums."""
 
 import jax
 import ml_collections
@@ -69,7 +69,7 @@ def begun(number, **values):
     )
 
 
-def test_with_fewer_devices_minibatches_grow_so_that_no_more_examples_are_computed_at_once():
+def test_with_fewer_devices_minibatches_grow_and_no_more_is_computed_at_once():
     earlier = begun(8)
     assert earlier.division == (8, 1, 6)
     found = {number: divided(number, earlier) for number in (16, 8, 6, 4, 3, 1)}
@@ -96,8 +96,8 @@ def test_the_configs_minibatches_hold_if_more_than_the_devices_has_changed():
 def test_what_divides_the_batch_is_named():
     with pytest.raises(
         ValueError,
-        match=r"batch_size is 48, expected a multiple of 5, the 5 devices along 'data' times .*=1\. "
-        r"Of fewer devices, 1, 2, 3, 4 would divide it\.",
+        match=r"batch_size is 48, expected a multiple of 5, the 5 devices along 'data' times "
+        r"config\.optimizer\.num_minibatches=1\. Of fewer devices, 1, 2, 3, 4 would divide it\.",
     ):
         divided(5, begun(8))
 

@@ -33,6 +33,8 @@ class StallDetector:
     # it, and only in a stall.
     others: Callable[[], Mapping[int, tuple[int, float] | None]] | None = None
     num_processes: int = 0
+    # Called in the thread of `beat` with the seconds of a stall that is over.
+    on_over: Callable[[float], None] = lambda seconds: None
     get_time: Callable[[], float] = time.monotonic
     _step: int | None = None
     _work: list[str] = dataclasses.field(default_factory=list)
@@ -52,6 +54,7 @@ class StallDetector:
             self._step, self._heard_at, self._reports = step, now, 0
         if reports:
             self._write(f"stall: over after {silence:.0f} s, at step {step}.\n")
+            self.on_over(silence)
 
     @contextlib.contextmanager
     def during(self, work: str) -> Iterator[None]:
