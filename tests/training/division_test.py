@@ -171,7 +171,7 @@ MESHES = {
     "dp": ({"parallel.strategy": "dp"}, {"data": -1}, (8, 6, 4)),
     "hsdp": ({"parallel.strategy": "hsdp"}, {"replica": 2, "data": -1}, (8, 6, 4)),
     "zero2": ({"parallel.strategy": "zero2"}, {"data": -1}, (8, 6, 4)),
-    "model": ({}, {"data": -1, "model": 2}, (8, 6, 4)),
+    "model": ({"model.vocab_multiple": 2}, {"data": -1, "model": 2}, (8, 6, 4)),
     "pipeline": ({"model.scan_layers": True}, {"data": -1, "stage": 2}, (8, 6, 4)),
     "pipeline of minibatches": (
         {"model.scan_layers": True, "optimizer.num_minibatches": 3},
