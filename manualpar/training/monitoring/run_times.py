@@ -129,7 +129,7 @@ def check_interval(line: Mapping[str, Any]) -> None:
     if line.get("what") not in WHAT:
         raise ValueError(f"has the interval {line.get('what')!r:.40}")
     for name in ("began", "seconds"):
-        value = line.get(name)
+        value: Any = line.get(name)
         if type(value) not in (int, float) or not 0 <= value < 1e12:
             raise ValueError(f"has {value!r:.40} for {name!r}")
     for name in ("from", "step"):
