@@ -201,10 +201,11 @@ def _run(
         )
         stack.enter_context(writer)
         times.write_to(folder / TIMES_FILE if cluster.is_main else None)
-        stack.callback(times.close)
+        stack.push(lambda _, error, __: _write_times(times.close, error))
         if cluster.is_main:
             stack.push(lambda _, error, __: _write_report(experiment, target, say, error))
-            stack.callback(times.flush, always=True)
+            flush = functools.partial(times.flush, always=True)
+            stack.push(lambda _, error, __: _write_times(flush, error))
         progress = TrainingProgress(
             console,
             num_steps=config.training.num_steps,
@@ -259,6 +260,16 @@ def _draws(config: ml_collections.ConfigDict) -> bool:
     """Returns whether the loss may draw random numbers; not known of models of the user's own."""
     values = flatten_config(config)
     return is_own(config.model.name) or any("dropout" in x and values[x] for x in values)
+
+
+def _write_times(write: Callable[[], None], error: BaseException | None) -> None:
+    """Writes the last times of a run that has ended, perhaps with an error."""
+    try:
+        write()
+    except WriteError as failure:
+        if error is None:
+            raise
+        error.add_note(str(failure))  # The user must see the first error.
 
 
 def _no_lock() -> None:
