@@ -170,7 +170,8 @@ def multiply_rows(
     Before the product, all dims of `x` that are not contracted are merged into one. So the gradient
     of the kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes
     transposed copies of both factors, which doubles the time of an MLP. The merging changes no bit
-    of the results.
+    of the results. If the type says that a dim after the first is sharded, nothing is merged,
+    because the merged dim would be sharded in another order than the result.
 
     Args:
       x: `[..., D]`.
@@ -182,6 +183,8 @@ def multiply_rows(
       `[..., F]`.
     """
     num_batch = x.ndim - contracted
+    if any(jax.typeof(x).sharding.spec[1:num_batch]):
+        return jnp.tensordot(x, kernel, contracted, preferred_element_type=dtype)
     y = jnp.tensordot(_rows(x, num_batch), kernel, contracted, preferred_element_type=dtype)
     return y.reshape(*x.shape[:num_batch], *y.shape[1:])
 
