@@ -96,11 +96,11 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
             raise
         return facts | {"out_of_memory": str(error)}
     memory = compiled.memory_analysis()
-    (folder / PROGRAM).write_text(_text_of(compiled, folder / DUMP), encoding="utf-8")
+    (folder / PROGRAM).write_text(text_of(compiled, folder / DUMP), encoding="utf-8")
     return facts | {"memory": {name: int(getattr(memory, field)) for name, field in MEMORY.items()}}
 
 
-def _text_of(compiled: jax.stages.Compiled, dump: Path) -> str:
+def text_of(compiled: jax.stages.Compiled, dump: Path) -> str:
     """Returns a program's text, from the compiler's own files if jaxlib cannot read the program.
 
     libtpu 0.0.52 gives the operations of SparseCores several operands. The XLA of jaxlib 0.10.2
