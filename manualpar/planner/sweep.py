@@ -1,9 +1,9 @@
 """Compares strategies, meshes, numbers of minibatches, remat and gather dtypes by step time.
 
-For each strategy, mesh, remat and time of the mean over replicas a program is traced on an abstract mesh, in one minibatch; the
-other candidates are derived by closed forms (`manualpar.planner.step_work`), which are exact in
-time but not in memory. Then the programs of the candidates that rank first, and of candidates near
-the limit of memory, are traced too.
+For each strategy, mesh, remat and time of the mean over replicas a program is traced on an abstract
+mesh, in one minibatch; the other candidates are derived by closed forms
+(`manualpar.planner.step_work`), which are exact in time but not in memory. Then the programs of the
+candidates that rank first, and of candidates near the limit of memory, are traced too.
 
 If the model supports it, other candidates split its layers over a model axis, or divide its experts
 over an expert axis. (No candidate does both.) This axis is the last of the mesh, so its devices are
