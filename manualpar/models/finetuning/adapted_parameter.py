@@ -114,9 +114,7 @@ def adapt_parameters(variables: Any, scale: Callable[[int], float]) -> Any:
         plain = adapted_path(path)
         a, b = params.pop(path), params.pop(path.removesuffix(DOWN) + UP)
         if plain + CODES in params:
-            value: Any = EncodedParameter.of(
-                params.pop(plain + CODES), params.pop(plain + SCALES)
-            )
+            value: Any = EncodedParameter.of(params.pop(plain + CODES), params.pop(plain + SCALES))
         else:
             value = params[plain]
         params[plain] = AdaptedParameter.of(value, a, b, scale)
@@ -135,9 +133,7 @@ class AdaptedParameter(ArrayBox, eq=False):
     scale: Any = flax.struct.field(default=None, pytree_node=False)
 
     @classmethod
-    def of(
-        cls, value: Any, a: Any, b: Any, scale: Callable[[int], float]
-    ) -> "AdaptedParameter":
+    def of(cls, value: Any, a: Any, b: Any, scale: Callable[[int], float]) -> "AdaptedParameter":
         """Makes the box from a parameter and its adapter, which may be boxes or arrays."""
         number = (a.value if is_box(a) else a).ndim
         return cls((value, a, b), names=(None,) * number, scale=scale)

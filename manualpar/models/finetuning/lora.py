@@ -8,10 +8,10 @@ state = program.init_from(pretrained, rng, missing="init")
 
 Each chosen layer gets two more parameters, `lora_a` and `lora_b`, see `low_rank`. Parameters that
 are no layer's kernel, such as an embedding, get adapters too, see `adapted_parameter`. By default
-adapters are trained and all other parameters are frozen; `trainable=` of the program's builder can change
-this. An interceptor of Linen's method calls (`nn.intercept_methods`) makes the adapters when the
-model is initialized, and adds their products when the model is applied. So the model's code need
-not change, and loops over layers stack adapters in the same way as kernels.
+adapters are trained and all other parameters are frozen; `trainable=` of the program's builder can
+change this. An interceptor of Linen's method calls (`nn.intercept_methods`) makes the adapters when
+the model is initialized, and adds their products when the model is applied. So the model's code
+need not change, and loops over layers stack adapters in the same way as kernels.
 
 Invariants: all other parameters have the same paths and the same initial bits as without adapters.
 Initially an adapter's product is zero, so the model's results are the same as without adapters.

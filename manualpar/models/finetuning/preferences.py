@@ -11,7 +11,8 @@ is trained as a whole it is the frozen copy in `WithReference`.
 
 ```python
 model = manualpar.lora(model, {"*/attention/*": 8}, alpha=16)
-fit(model, preference_loss(beta=0.1), preference_examples(pairs, tokenizer, 512), init_from=params)
+data = preference_examples(pairs, tokenizer, sequence_length=512)
+fit(model, preference_loss(beta=0.1), data, options={"init_args": first_call}, init_from=params)
 ```
 
 Symbols: `B` pairs, `S` positions.
@@ -53,6 +54,11 @@ class WithReference(nn.Module):
         if self.is_initializing():
             self.module.clone(parent=self, name=REFERENCE)(tokens)
         return self.module.clone(parent=self, name=POLICY)(tokens, train=train, labels=labels)
+
+
+def first_call(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a model's first call, for `init_args` of a program's builder."""
+    return (batch.inputs[:, 0],), {}
 
 
 def preference_loss(beta: float = 0.1) -> LossFn:

@@ -8,9 +8,10 @@ state = manualpar.load_hf(manualpar.fsdp(model, ...), "models/llama", missing="i
 
 Two parameters replace each chosen parameter `kernel`: `kernel_codes`, int8 in the kernel's shape or
 uint8 with two numbers in a byte, and `kernel_scales`, one number for each block along the last dim,
-see `stored_codes`. Both are sharded, gathered, saved and restored like other parameters, without being dequantized. When a
-module requests the kernel, the module gets a Flax metadata box. Unboxing it gathers codes and
-scales and dequantizes them. Gradients of activations are computed with the dequantized kernel.
+see `stored_codes`. Both are sharded, gathered, saved and restored like other parameters, without
+being dequantized. When a module requests the kernel, the module gets a Flax metadata box. Unboxing
+it gathers codes and scales and dequantizes them. Gradients of activations are computed with the
+dequantized kernel.
 
 Invariants: a device dequantizes only the values that it computes with. Before the gather, several
 devices may store parts of the same block. The backward pass dequantizes again, so that no
@@ -217,7 +218,9 @@ class QuantizedInterface(WrappingInterface):
         encoded: dict[str, Any] = {}
         for path, x in params.items():
             block = self.quantized.block_of(path)
-            encoded.update({path: x} if block is None else _encoded(path, x, block, self.quantized.code))
+            encoded.update(
+                {path: x} if block is None else _encoded(path, x, block, self.quantized.code)
+            )
         return variables | {"params": unflatten_dict(encoded, sep="/")}
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,8 +272,8 @@ class EncodedParameter(ArrayBox, eq=False):
         """
         if index % len(self.names) == len(self.names) - 1:
             raise ValueError(
-                "quantized: a loop stacks a quantized parameter along its last dim, expected dim 0, "
-                "because the last dim is divided into blocks. Make the glob narrower, or stack "
+                "quantized: a loop stacks a quantized parameter along its last dim, expected dim "
+                "0, because the last dim is divided into blocks. Make the glob narrower, or stack "
                 "with variable_axes={'params': 0}."
             )
         value = nn.meta.remove_axis(self.value, index, params)

@@ -7,15 +7,16 @@ magnitude, and the code of a number stands for the level nearest to `number / sc
 codes of two adjacent numbers, the first in its upper bits. The code of 0 is 0, so it is the index
 of the level with its bits flipped as those of `ZERO`; bitsandbytes stores the index.
 
-Scales have the 8 significant bits of bfloat16. So with `frozen_dtype="bfloat16"` a number takes 4.25
-bits in blocks of 64, which is less than 4.5 with float32 scales and about the 4.13 of quantizing the
-scales again ("double quantization"), and decoding needs no second step.
+Scales have the 8 significant bits of bfloat16. So with `frozen_dtype="bfloat16"` a number takes
+4.25 bits in blocks of 64. That is less than 4.5 with float32 scales, and near the 4.13 of scales
+that are quantized again ("double quantization"), which would need a second step to decode.
 
 Invariants: if decoded numbers are encoded again, codes and scales stay the same. The codes of zeros
 are zeros. A block with a number that is not finite becomes NaN, and a block whose scale would be
 subnormal becomes zeros.
 """
 
+import itertools
 from typing import Any, Literal
 
 import jax
@@ -33,7 +34,7 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 ZERO = NF4.index(0.0)
-BORDERS = tuple(float(np.float32(a + b) / 2) for a, b in zip(NF4, NF4[1:], strict=False))
+BORDERS = tuple(float(np.float32(a + b) / 2) for a, b in itertools.pairwise(NF4))
 
 
 def encode(x: jax.Array, block: int, code: Code) -> tuple[jax.Array, jax.Array]:

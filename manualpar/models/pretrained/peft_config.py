@@ -17,7 +17,13 @@ USED = ("peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pat
 UNUSED = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type"),
-        *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "qalora_group_size"),
+        *(
+            "inference_mode",
+            "lora_dropout",
+            "target_modules",
+            "exclude_modules",
+            "qalora_group_size",
+        ),
         *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config"),
     }
 )
@@ -73,7 +79,9 @@ def read_peft_config(path: Path) -> PeftConfig:
         raise ValueError(f"{path} {printable(error)}; expected the config of peft.") from None
 
     def refuse(key: str, expected: str) -> ValueError:
-        return ValueError(f"{path}: {printable(key)} is {given.get(key)!r:.100}, expected {expected}.")
+        return ValueError(
+            f"{path}: {printable(key)} is {given.get(key)!r:.100}, expected {expected}."
+        )
 
     if given.get("peft_type") != "LORA":
         raise refuse("peft_type", "'LORA'")

@@ -5,10 +5,10 @@ adapted module of the model in transformers: `lora_A` `[r, in]` and `lora_B` `[o
 `lora_embedding_A` and `lora_embedding_B` for an embedding. The rules that name the tensors of base
 parameters also name these modules, see `tensor_names`.
 
-The tensors decide which modules have an adapter, and its rank. Modules of stacked layers may differ:
-adapters are padded with zeros to the largest rank of the stack, and a layer without an adapter gets
-zeros. Peft may scale the products of some modules by other factors (`alpha_pattern`). Then `lora_b`
-is multiplied by the quotient of the factors, so that the products are the same.
+The tensors decide which modules have an adapter, and its rank. Modules of stacked layers may
+differ: adapters are padded with zeros to the largest rank of the stack, and a layer without an
+adapter gets zeros. Peft may scale the products of some modules by other factors (`alpha_pattern`).
+Then `lora_b` is multiplied by the quotient of the factors, so that the products are the same.
 
 Everything else that peft can write changes the model in other ways and is refused by its name.
 """
@@ -207,7 +207,9 @@ def lora_of_peft(model: Any, directory: GivenPath) -> LowRankModel:
             "the untied embedding or the head of the model."
         )
     if not targets:
-        raise ValueError(f"{source} has no adapters of this model, expected tensors such as lora_A.")
+        raise ValueError(
+            f"{source} has no adapters of this model, expected tensors such as lora_A."
+        )
     return lora(model, targets, alpha=config.alpha, rank_stabilized=config.rank_stabilized)
 
 
@@ -279,9 +281,7 @@ def _fill(
         return
     x, own = tensors[name], place.dims(part)[0]
     sizes = where.shape[:-1] if part == DOWN else where.shape[1:]
-    sizes = tuple(
-        vocab_size if dim == "V" else size for dim, size in zip(own, sizes, strict=True)
-    )
+    sizes = tuple(vocab_size if dim == "V" else size for dim, size in zip(own, sizes, strict=True))
     most = where.shape[-1] if part == DOWN else where.shape[0]
     rank, features = x.shape if part == DOWN else x.shape[::-1]
     if features != math.prod(sizes) or rank > most:
