@@ -33,7 +33,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     # Others change the base model when an adapter begins.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-EMPTY = (None, False, "", [], {})
+EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 LARGEST = 2**20
 _PLAIN = re.compile(r"\^?[\w.]+\$?")
 
@@ -85,7 +85,7 @@ def read_peft_config(path: Path) -> PeftConfig:
 
     if given.get("peft_type") != "LORA":
         raise refuse("peft_type", "'LORA'")
-    alpha = given.get("lora_alpha")
+    alpha: Any = given.get("lora_alpha")
     if not _is_number(alpha):
         raise refuse("lora_alpha", "a number above 0")
     rank = given.get("r")

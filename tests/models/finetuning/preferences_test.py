@@ -179,7 +179,7 @@ def test_what_has_no_reference_or_is_no_pair_is_refused():
 
     with pytest.raises(ValueError, match="has no adapters and no reference, expected the result"):
         build(PLAIN)
-    with pytest.raises(ValueError, match="the model has z_loss=0.1, expected 0"):
+    with pytest.raises(ValueError, match=r"the model has z_loss=0\.1, expected 0"):
         build(WithReference(PLAIN.clone(z_loss=0.1)))
     with pytest.raises(ValueError, match=r"expected \[B, 2, S\] each"):
         build(WithReference(PLAIN), Batch(BATCH.inputs, BATCH.labels))

@@ -24,8 +24,8 @@ from manualpar.inspect import ledger
 from manualpar.inspect.communication import total_bytes
 from manualpar.models import Experts, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss
-from manualpar.models.flat_fields import nest_fields
 from manualpar.models.finetuning.stored_codes import NF4, decode, encode
+from manualpar.models.flat_fields import nest_fields
 from manualpar.training.checkpoints import Checkpoints
 from tests.models.finetuning.adapted_models import (
     ALL_OF_OURS,
@@ -294,22 +294,22 @@ def test_adapters_are_merged_on_typed_meshes(devices8):
 
 
 def test_nf4_has_the_levels_of_its_paper_and_its_error():
-    """The mean error of normal numbers is known: see `quantize_nf4` in the tests of bitsandbytes."""
+    """The mean error of normal numbers is that in the tests of bitsandbytes: 0.0728."""
     x = jax.random.normal(jax.random.key(0), (64, 1024))
     codes, scales = encode(x, 64, "nf4")
     assert (codes.dtype, codes.shape, scales.shape) == (jnp.uint8, (64, 512), (64, 16))
     y = decode(codes, scales)
     shares = y.reshape(64, 16, 64) / scales[..., None]
     np.testing.assert_allclose(np.unique(shares), NF4, rtol=1e-6)
-    assert 0.072 < jnp.abs(x - y).mean() < 0.0735  # bitsandbytes: 0.0728 in blocks of 64.
-    again = encode(y, 64, "nf4")
-    assert (again[0] == codes).all() and (again[1] == scales).all()
+    assert 0.072 < jnp.abs(x - y).mean() < 0.0735
+    for before, after in zip((codes, scales), encode(y, 64, "nf4"), strict=True):
+        np.testing.assert_array_equal(after, before)
     assert (scales.astype(jnp.bfloat16) == scales).all()
     odd = jnp.array([[0.0, 1e-45, jnp.inf, 1.0], [0.0, 0.0, 0.0, 0.0], [3e38, 0.0, -3e38, 1.0]])
     codes, scales = encode(odd, 4, "nf4")
-    assert (codes[1] == 0).all() and scales[1] == 0
-    decoded = decode(codes, scales)
-    assert jnp.isnan(decoded[0]).all() and jnp.isfinite(decoded[1:]).all()
+    assert not codes[1].any()
+    assert not scales[1]
+    np.testing.assert_array_equal(np.isfinite(decode(codes, scales)).all(-1), [False, True, True])
 
 
 @pytest.mark.slow
@@ -342,6 +342,6 @@ def test_nf4_is_gathered_as_codes_and_takes_half_the_bytes_of_int8(mesh):
         kernels = [x for x in params if x.dtype.itemsize == 1]
         assert {x.dtype.name for x in kernels} == {"uint8" if code == "nf4" else "int8"}
         sent[code] = total_bytes(
-            x for x in ledger(program, compiled=False).collectives if x.dtype == kernels[0].dtype
+            x for x in ledger(program).collectives if x.dtype == kernels[0].dtype
         )
     assert sent["nf4"] * 2 == sent["int8"] > 0
