@@ -113,6 +113,7 @@ GROUPS = (
             "manualpar.quantized",
             "manualpar.models.pretrained",
             "manualpar.models.finetuning.preferences.WithReference",
+            "manualpar.models.finetuning.preferences.first_call",
             "manualpar.models.finetuning.preferences.preference_loss",
         ),
     ),

@@ -146,7 +146,7 @@ def _flat(apply_fn: Callable[..., Any], batch: Batch) -> Batch:
             f"preference_loss: batch has inputs, labels and mask of the shapes {shapes}, expected "
             "[B, 2, S] each: the chosen and the rejected sequence of each pair."
         )
-    module: Any = getattr(getattr(apply_fn, "__self__", None), "module", None)
+    module: Any = getattr(apply_fn, "__self__", apply_fn)
     while module is not None:
         for field in ("label_smoothing", "z_loss"):
             if value := getattr(module, field, 0):

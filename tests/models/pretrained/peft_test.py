@@ -64,6 +64,7 @@ def _of_peft(name: str, folder: Path) -> tuple[Any, Path, np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # Of peft itself.
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
