@@ -140,7 +140,8 @@ def _reference(params: Any) -> Any:
 
 def _flat(apply_fn: Callable[..., Any], batch: Batch) -> Batch:
     """Checks the batch and the model; returns the batch's pairs one after the other, `[2 B, S]`."""
-    shapes = [jnp.shape(x) for x in (batch.inputs, batch.labels, batch.mask)]
+    parts = batch.inputs, batch.labels, batch.mask
+    shapes = [() if x is None else jnp.shape(x) for x in parts]
     if len({*shapes}) > 1 or len(shapes[0]) != 3 or shapes[0][1] != 2:
         raise ValueError(
             f"preference_loss: batch has inputs, labels and mask of the shapes {shapes}, expected "
@@ -155,4 +156,4 @@ def _flat(apply_fn: Callable[..., Any], batch: Batch) -> Batch:
                     "loss needs the probabilities of answers."
                 )
         module = getattr(module, "module", None)
-    return Batch(*(x.reshape(-1, shapes[0][2]) for x in (batch.inputs, batch.labels, batch.mask)))
+    return Batch(*(x.reshape(-1, shapes[0][2]) for x in parts))
