@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
+from jax.sharding import AbstractMesh, AxisType
 
 from manualpar.core.program.guarded_step import check_state
 from manualpar.core.program.load_state import plain_leaves, variable_leaves, variables_of
@@ -31,6 +32,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf, list_some, place_leaf, read_unpadded
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import printable, require
+from manualpar.layers.attention.devices import Device, planned_device
 from manualpar.models import Transformer
 from manualpar.models.finetuning.adapted_parameter import DOWN, UP, adapted_path, is_adapter
 from manualpar.models.finetuning.lora import LowRankModel, lora
@@ -189,7 +191,10 @@ def lora_of_peft(model: Any, directory: GivenPath) -> LowRankModel:
     source = local_path(directory, "lora_of_peft: directory")
     base: Any = model if isinstance(model, Transformer) else model.model
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    variables = jax.eval_shape(base.init, jax.random.key(0), tokens)
+    # Nothing here asks JAX for its devices, which a command chooses later.
+    mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    with planned_device(Device("cpu")), jax.sharding.use_abstract_mesh(mesh):
+        variables = jax.eval_shape(lambda x: base.init(jax.random.key(0), x), tokens)
     params = flatten_dict(nn.meta.unbox(variables["params"]), sep="/")
     shapes = {path: x.shape for path, x in params.items()}
     config = read_peft_config(source / CONFIG_FILE)
