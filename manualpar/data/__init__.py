@@ -20,7 +20,7 @@ from manualpar.data.dataset import (
     Split,
     TokenSplit,
 )
-from manualpar.data.preferences import preference_examples
+from manualpar.data.preferences import PreferencePairs, preference_examples
 from manualpar.data.sources import SOURCES, load_dataset
 from manualpar.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from manualpar.data.user_data import BatchStream, DataEndedError, ExampleSplit, as_dataset
@@ -37,6 +37,7 @@ __all__ = [
     "ExampleSplit",
     "FileTokenizer",
     "LanguageDataset",
+    "PreferencePairs",
     "Split",
     "TokenSplit",
     "Tokenizer",

@@ -5,7 +5,8 @@ completions of the source `chat`; or the answers are lists of messages, the prom
 missing, and a template turns them into texts. Other fields are ignored.
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,33 @@ from manualpar.data.tokenizer import Tokenizer
 ANSWERS = ("chosen", "rejected")
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class PreferencePairs:
+    """Encoded pairs of answers, which are examples by number.
+
+    Attributes:
+      pairs: For each pair `inputs` and `labels`, `int32[2, S]`, and `mask`, `float32[2, S]`, which
+        is 1 at the labels that are learned. The chosen answer comes first.
+    """
+
+    pairs: Sequence[Batch]
+
+    def __len__(self) -> int:
+        """Returns the number of pairs."""
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Returns the pair `index`."""
+        return self.pairs[index]
+
+
 def preference_examples(
     pairs: Iterable[Mapping[str, Any]],
     tokenizer: Tokenizer,
     sequence_length: int,
     *,
     template: str = "",
-) -> list[Batch]:
+) -> PreferencePairs:
     """Encodes pairs of answers as examples for `preference_loss`.
 
     Args:
@@ -34,9 +55,8 @@ def preference_examples(
       template: The file of a chat template; "" for the tokenizer's template.
 
     Returns:
-      For each pair `inputs` and `labels`, `int32[2, S]`, and `mask`, `float32[2, S]`, which is 1 at
-      the labels that are learned and after which the two sequences differ: what both begin with has
-      no influence on the loss. The chosen answer comes first.
+      The examples. Only labels of the answers are learned, from the first token in which the two
+      sequences differ: what both begin with has no influence on the loss.
 
     Raises:
       ValueError: A pair lacks a field, has an answer that cannot be encoded or equals the other, or
@@ -50,7 +70,7 @@ def preference_examples(
             examples.append(_example(both, sequence_length))
         except ValueError as error:
             raise ValueError(f"preference_examples: pair {number} {error}") from error
-    return examples
+    return PreferencePairs(tuple(examples))
 
 
 def _line(pair: Mapping[str, Any], answer: str) -> dict[str, Any]:
