@@ -107,7 +107,7 @@ def test_a_glob_chooses_kernels_and_leaves_norms_alone():
     names = ("query", "key", "value", "out")
     assert adapted("*/attention/*") == {f"layers/attention/{name}/" for name in names}
     with pytest.raises(ValueError, match="and module 'layers/attention/key_norm' is a RMSNorm, ex"):
-        adapted("*_norm")
+        adapted("*/attention/*_norm")
     with pytest.raises(ValueError, match=r"parameter 'layers/attention/key/bias' of shape"):
         adapted("*/key/bias")
     with pytest.raises(ValueError, match="this glob matches no module with parameters"):
