@@ -16,6 +16,7 @@ USED = ("peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pat
 # The tensors say which modules have adapters. The others concern training, or name files.
 UNUSED = frozenset(
     {
+        "fan_in_fan_out",  # How the base stores the weight.
         *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type"),
         *(
             "inference_mode",

@@ -13,6 +13,7 @@ Then `lora_b` is multiplied by the quotient of the factors, so that the products
 Everything else that peft can write changes the model in other ways and is refused by its name.
 """
 
+import collections
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ class Place(NamedTuple):
 
     @property
     def _is_embedding(self) -> bool:
-        return self.piece.dims[: self.inputs] == self.piece.merged[0]
+        return self.piece.dims[0] == "V"
 
     def dims(self, part: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns the dims of `lora_a` or `lora_b` without the rank: in order here, and in peft."""
@@ -247,15 +248,16 @@ def load_peft(program: Program, state: TrainState, directory: GivenPath) -> Trai
         if not is_adapter(path):
             continue
         of_path = places[adapted_path(path)]
-        own = [place for place in of_path if place.names[0] in tensors]
+        own = [place for place in of_path if not tensors.keys().isdisjoint(place.names)]
         if not own:
             lines.append(f"{of_path[0].names[path.endswith(UP)]} is missing")
         values[path] = np.zeros(leaf.shape, np.float32)
         for place in own:
             where = values[path][place.piece.entry]
-            lines += _fill(where, path, place, tensors, vocab_size)
-            if path.endswith(UP):
-                rank = tensors[place.names[0]].shape[0]
+            wrong = list(_fill(where, path, place, tensors, vocab_size))
+            lines += wrong
+            if path.endswith(UP) and not wrong:
+                rank = tensors[place.names[1]].shape[1]
                 where *= config.scale(place.module, rank) / model.scale(where.shape[0])
     for path, (place, *_) in places.items():
         copy = tensors.get(f"{PREFIX}{place.module}.base_layer.weight")
@@ -289,7 +291,9 @@ def _fill(
     sizes = tuple(vocab_size if dim == "V" else size for dim, size in zip(own, sizes, strict=True))
     most = where.shape[-1] if part == DOWN else where.shape[0]
     rank, features = x.shape if part == DOWN else x.shape[::-1]
-    if features != math.prod(sizes) or rank > most:
+    other = tensors.get(place.names[part == DOWN])
+    is_unlike = other is not None and other.shape[part == DOWN] != rank
+    if features != math.prod(sizes) or rank > most or is_unlike:
         yield f"{name} has the shape {list(x.shape)}, expected rank {most} and {math.prod(sizes)}"
         return
     one = place.from_peft(part, x, dict(zip(own, sizes, strict=True)))
@@ -315,6 +319,7 @@ def _places(
     """Returns the modules of the parameters at `paths`; leaves out, or refuses, those without."""
     family = write_config(architecture_of(model))["model_type"]
     pieces = pieces_of_transformer(family, shapes, skip_unknown=True)
+    uses = collections.Counter(x.tensor for of_path in pieces.values() for x in of_path)
     found: dict[str, list[Place]] = {}
     for path in paths:
         why = ""
@@ -324,6 +329,8 @@ def _places(
             why = "the embedding is also the head, and peft adapts only one of the two"
         elif path not in pieces:
             why = f"it has no module of its own in a model of {family!r}"
+        elif any(uses[piece.tensor] > 1 or len(piece.merged) != 2 for piece in pieces[path]):
+            why = "peft adapts the fused weight, of which it is a part, as a whole"
         if why and refuse:
             raise ValueError(
                 f"peft: the parameter {path!r} has an adapter, expected none, because {why}. Merge "
@@ -336,13 +343,11 @@ def _places(
 
 def _place(path: str, piece: TensorPiece) -> Place:
     module = piece.tensor.removesuffix(".weight")
-    inputs = 1 if path in ("embedding", "head") else _input_dims(piece)
-    return Place(module, piece, inputs)
-
-
-def _input_dims(piece: TensorPiece) -> int:
-    """Counts a kernel's input dims, which are merged in the second dim of the weight."""
-    return len(piece.merged[1])
+    if path in TABLES:
+        return Place(module, piece, 1)
+    # The input dims are a kernel's first, and the second dim of most weights.
+    first = next(x for x in reversed(piece.merged) if sorted(x) == sorted(piece.dims[: len(x)]))
+    return Place(module, piece, len(first))
 
 
 def _left_over(

@@ -99,6 +99,7 @@ def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
     key = next(key for key in tensors if "layers.1" in key and "q_proj.lora_A" in key)
     for change, words in (
         ({key: tensors[key][:, :5]}, r"q_proj.lora_A.weight has the shape \[\d, 5\]"),
+        ({key: tensors[key][:1]}, r"q_proj.lora_A.weight has the shape \[1, 16\]"),
         ({"x.lora_magnitude_vector": np.ones((1, 1), np.float32)}, "magnitude_vector is left over"),
         ({"y": np.ones(3, np.float32)}, "has y of float32 with 1 dims, expected matrices"),
     ):
