@@ -42,6 +42,12 @@ def fill_from_hf(
     model = config.get("model")
     directory = model.get("from_hf", "") if isinstance(model, ml_collections.ConfigDict) else ""
     if not directory or not isinstance(directory, str):
+        adapter = model.get("adapter", "") if isinstance(model, ml_collections.ConfigDict) else ""
+        if adapter:
+            raise ValueError(
+                f"config.model.adapter is {adapter!r} and config.model.from_hf is {directory!r}, "
+                "expected the directory of the base model in config.model.from_hf."
+            )
         return config
     path = model_directory(directory, weights=False)
     fields = {name: value for name, value in DEFAULTS.items() if name in SAID}
