@@ -103,8 +103,8 @@ def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
         ({"x.lora_magnitude_vector": np.ones((1, 1), np.float32)}, "magnitude_vector is left over"),
         ({"y": np.ones(3, np.float32)}, "has y of float32 with 1 dims, expected matrices"),
     ):
-        damaged = folder / f"damaged{len(words)}"
-        damaged.mkdir()
+        damaged = folder / "damaged"
+        damaged.mkdir(exist_ok=True)
         (damaged / "adapter_config.json").write_bytes(
             (adapters / "adapter_config.json").read_bytes()
         )
