@@ -23,6 +23,7 @@ from manualpar.layers.field_groups import (
 )
 from manualpar.layers.moe.experts import Experts
 from manualpar.layers.ring_chunks import LAYER_OVERLAPS, LayerOverlap
+from manualpar.models.rotary import Rotary
 
 # The activation functions for the gates of the MLP.
 Activation = Literal["silu", "gelu"]
@@ -146,6 +147,7 @@ class LayerConfig:
       activation: See `ACTIVATIONS`.
       annotate: Whether the dims of parameters have names.
       attention: See `Attention`.
+      rotary: See `Rotary`; without scaling if the layer is not scaled.
       norm: See `Norm`.
       experts: See `Experts`.
       split: See `Split`.
@@ -163,6 +165,7 @@ class LayerConfig:
     activation: Activation = "silu"
     annotate: bool = False
     attention: Attention = Attention()
+    rotary: Rotary = Rotary()
     norm: Norm = Norm()
     experts: Experts = Experts()
     split: Split = Split()

@@ -8,30 +8,20 @@ Version 5 of transformers writes `rope_parameters` and `layer_types`. Older vers
 `rope_theta`, `rope_scaling` and other keys. Both kinds of files are supported.
 """
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from manualpar.errors import printable
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields, nest_fields
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
+from manualpar.models.pretrained.keys import Keys
+from manualpar.models.pretrained.rotations import FULL, SLIDING, read_rotations
 from manualpar.system.storage import GivenPath, user_path
 from manualpar.system.storage.untrusted import read_object
 
-# The kinds of layers in `layer_types`: layers without a window, and layers with a window.
-FULL, SLIDING = "full_attention", "sliding_attention"
 # Names of activations: in `config.json` -> in `Transformer`.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-# The default of `rope_theta` by family; 10,000 for all other families.
-ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6}
-ROPE_FACTORS = {
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_factor",
-    "high_freq_factor": "rope_high_factor",
-    "original_max_position_embeddings": "rope_original_length",
-}
 LARGEST = 2**31  # Every size in a config must be smaller, and `num_layers` at most `DEEPEST`.
 DEEPEST = 10_000
 
@@ -97,7 +87,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     Raises:
       ValueError: See `read_architecture`.
     """
-    keys = _Keys(config, where)
+    keys = Keys(config, where)
     name = keys.get("model_type", "")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
@@ -131,7 +121,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     if "num_experts" in fields:
         fields |= _experts(keys, name, fields)
     fields |= _windows(keys, family, fields["num_layers"])
-    fields |= _rotations(keys, name, has_windows=bool(fields.get("global_every")))
+    fields |= read_rotations(keys, name, fields)
     for key, value in keys.left.items():
         if key not in UNUSED_KEYS and value not in (None, False, 0, "", [], {}):
             raise keys.refuse(
@@ -143,7 +133,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     return Architecture(name, fields)
 
 
-def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
+def _value(keys: Keys, key: str, field: str, family: Family) -> Any:
     """Reads the value of `key`, which sets the field `field` of the `Transformer`."""
     default = DEFAULTS[field]
     value = keys.take(key, *([family.defaults[key]] if key in family.defaults else []))
@@ -158,7 +148,7 @@ def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
     return keys.check(key, value, int, lambda x: 0 < x <= most, f"an integer from 1 to {most:,}")
 
 
-def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(keys: Keys, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the fields for dense layers and shared experts in a model with experts."""
     if fields.get("normalize_gates") and fields["experts_per_token"] == 1:
         raise keys.refuse(
@@ -188,7 +178,7 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
     return more | {"dense_layers": dense, "dense_mlp_size": size if dense else 0}
 
 
-def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
+def _windows(keys: Keys, family: Family, num_layers: int) -> dict[str, Any]:
     """Reads the fields for sliding-window attention: the window, and the layers that use it."""
     pattern = keys.take("sliding_window_pattern", keys.take("_sliding_window_pattern", None))
     types = keys.take("layer_types", None)
@@ -243,95 +233,6 @@ def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
             "others",
         )
     return {"attention_window": window, "global_every": every}
-
-
-def _rotations(keys: "_Keys", family: str, *, has_windows: bool) -> dict[str, Any]:
-    """Reads the fields for rotary position embeddings."""
-    both = keys.take("rope_parameters", None) or {}
-    scaling = keys.take("rope_scaling", None) or {}
-    base = keys.take("rope_theta", None) or ROPE_BASE.get(family, 10_000.0)
-    local_base = keys.take("rope_local_base_freq", None) or 10_000.0
-    partial = keys.take("partial_rotary_factor", 1.0)
-    for key, value in (("rope_parameters", both), ("rope_scaling", scaling)):
-        if not isinstance(value, dict):
-            raise keys.refuse(key, value, "an object")
-    if FULL in both or SLIDING in both:
-        local = _rotation(keys, both.get(SLIDING) or {}, local_base)
-        fields = _rotation(keys, both.get(FULL) or {}, base)
-        local_base = local["rope_base"]
-        if "rope_scaling" in local:
-            raise keys.refuse("rope_parameters", both, f"no scaling of {SLIDING!r}")
-    else:
-        fields = _rotation(keys, both or scaling, base)
-    if partial != 1:
-        raise keys.refuse("partial_rotary_factor", partial, "1: all features of a head are rotated")
-    if has_windows and family != "gemma3_text" and "rope_scaling" in fields:
-        raise keys.refuse("rope_scaling", scaling or both, "none with layers of two kinds")
-    if has_windows and family == "gemma3_text":
-        local_base = keys.check(
-            "rope_local_base_freq", local_base, float, lambda x: x > 1, "above 1"
-        )
-        fields["local_rope_base"] = local_base
-    return fields
-
-
-def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
-    """Reads the rotary fields from one object, which is `rope_parameters` or `rope_scaling`."""
-    if not isinstance(given, dict):
-        raise keys.refuse("rope_parameters", given, "an object")
-    given = dict(given)
-    base = given.pop("rope_theta", None) or base
-    kinds = [given.pop(key) for key in ("rope_type", "type") if key in given]
-    kind = kinds[0] if kinds else "default"
-    keys.check("rope_theta", base, float, lambda x: x > 1, "more than 1")
-    fields: dict[str, Any] = {"rope_base": float(base)}
-    if (partial := given.pop("partial_rotary_factor", 1.0)) != 1:
-        raise keys.refuse("partial_rotary_factor", partial, "1: all features of a head are rotated")
-    if kind not in ("default", "linear", "llama3"):
-        raise keys.refuse("rope_type", kind, "'default', 'linear' or 'llama3'")
-    if kind == "default":
-        return fields
-    fields["rope_scaling"] = kind
-    names = list(ROPE_FACTORS) if kind == "llama3" else ["factor"]
-    for name in names:
-        value = given.pop(name, None)
-        keys.check(f"rope_scaling.{name}", value, float, lambda x: x > 0, "more than 0")
-        fields[ROPE_FACTORS[name]] = int(value) if name.startswith("original") else float(value)
-    # With `linear` scaling this key has no effect; with `llama3` it has been read above.
-    given.pop("original_max_position_embeddings", None)
-    if given:
-        raise keys.refuse("rope_scaling", given, f"no other keys for the type {kind!r}")
-    return fields
-
-
-class _Keys:
-    """The keys of a `config.json` that have not been read yet."""
-
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.left, self.where, self._all = dict(config), where, config
-
-    def get(self, key: str, default: Any) -> Any:
-        return self.left.get(key, default)
-
-    def take(self, key: str, *default: Any) -> Any:
-        if key not in self.left and not default:
-            raise ValueError(f"{self.where} has no {key}, expected a number.")
-        return self.left.pop(key, *default)
-
-    def refuse(self, key: str, got: Any, expected: str) -> ValueError:
-        shown = repr(got)
-        shown = shown if len(shown) < 200 else f"{shown[:200]}..."
-        return ValueError(f"{self.where}: {printable(key)} is {shown}, expected {expected}.")
-
-    def check(
-        self, key: str, value: Any, kind: type, allows: Callable[[Any], bool], expected: str
-    ) -> Any:
-        kinds = (int, float) if kind is float else kind
-        is_of_kind = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
-        # Refuses infinity, NaN, and integers that are too large for a float.
-        if not is_of_kind or not abs(value) <= sys.float_info.max or not allows(value):
-            raise self.refuse(key, value, expected)
-        return kind(value)
 
 
 # Flat name of a field of `Transformer` -> its default.

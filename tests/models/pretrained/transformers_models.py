@@ -183,6 +183,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+}
 # Two groups of layers and one that is left over; no scale is what the sizes would say.
 GEMMA = {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
 GEMMA3_ROPES = {
@@ -193,6 +201,15 @@ GEMMA3_LAYERS = (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 6, "rms_norm_eps": 1e-5}),
+    # Scalings whose sequences are longer than those of pretraining.
+    "yarn": ("Qwen3", {"head_dim": 8, "rope_parameters": YARN}),
+    "dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": 8,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 4.0},
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 6}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2.5": (
