@@ -101,6 +101,10 @@ def block_collectives(
     recomputed: bool = False,
     post_norms: bool = False,
     head_norms: tuple[int, ...] = (),
+    wide_norms: int = 0,
+    pre_norms: int = 2,
+    norm_vectors: int = 1,
+    shared: bool = False,
 ) -> Iterator[Collective]:
     """Yields the collectives of a block: attention and MLP, each after a norm.
 
@@ -111,10 +115,19 @@ def block_collectives(
         last sum of the block only with `post_norms`, because only a norm after the sum needs it.
       post_norms: Whether norms also follow attention and MLP.
       head_norms: The sizes of the norms of queries and keys, whose scales all heads share.
+      wide_norms: The number of norms of queries and keys over all heads.
+      pre_norms: The number of norms before attention and MLP.
+      norm_vectors: The number of vectors of a norm: its scale, and its bias if it has one.
+      shared: Whether attention and MLP read the result of one norm.
     """
-    yield from _enter(x, 2, forward=2 * (passes + recomputed))
+    enters = 1 if shared else 2
+    yield from _enter(x, enters, forward=enters * (passes + recomputed))
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
-    yield from _norm_scales(x, 2 + 2 * post_norms)
+    yield from _norm_scales(x, (pre_norms + 2 * post_norms) * norm_vectors)
+    if wide_norms:
+        means, forward = (*x.shape[:2], 1, 1), passes + recomputed
+        yield x.collective(TENSOR_SCOPE, "all_reduce", wide_norms * forward, means, FLOAT32)
+        yield x.backward(TENSOR_SCOPE, "all_reduce", wide_norms, means, FLOAT32)
     for size in head_norms:
         yield x.backward(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
 
@@ -126,9 +139,9 @@ def lookup_collectives(
     yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=passes)
 
 
-def head_collectives(x: LayerActivations) -> Iterator[Collective]:
+def head_collectives(x: LayerActivations, *, norm_vectors: int = 1) -> Iterator[Collective]:
     """Yields the collectives of the model's last norm and of a head whose columns are split."""
-    yield from _norm_scales(x, 1)
+    yield from _norm_scales(x, norm_vectors)
     yield from _enter(x, 1, forward=1)
 
 

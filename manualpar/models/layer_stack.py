@@ -47,11 +47,12 @@ REMAT_POLICIES: dict[str, Callable[..., bool]] = {
 class Angles(NamedTuple):
     """The angles of rotary positions of the two kinds of layers, see `rotary_angles`.
 
-    Both are `float32[S, H/2]`; `float32[B, S, H/2]` if each sequence has positions of its own.
+    Both are `float32[S, H/2]`; `float32[B, S, H/2]` if each sequence has positions of its own; or
+    `None` if the layers are not rotated.
     """
 
-    of_global: jax.Array
-    of_local: jax.Array
+    of_global: jax.Array | None
+    of_local: jax.Array | None
 
 
 class LayerPlace(NamedTuple):
@@ -208,13 +209,15 @@ def _layer_class(remat: str, *, in_loop: bool) -> Any:
     return nn.remat(Layer, policy=REMAT_POLICIES[remat], prevent_cse=not in_loop)
 
 
-def _of_kind(config: LayerConfig, angles: Angles, layer: int) -> tuple[LayerConfig, jax.Array]:
+def _of_kind(config: LayerConfig, angles: Angles, layer: int) -> tuple[LayerConfig, jax.Array | None]:
     """Returns the config and the angles of the layer with index `layer`."""
     how = config.attention
     if not how.global_every:
         return config, angles.of_global
     if is_global(layer, how.global_every):
-        seeing_all = dataclasses.replace(how, window=0, global_every=0)
+        seeing_all = dataclasses.replace(how, window=0, global_every=0, unrotated_global=False)
         return dataclasses.replace(config, attention=seeing_all), angles.of_global
+    if how.unrotated_global:
+        return config, angles.of_local
     unscaled = dataclasses.replace(config.rotary, scaling=NO_SCALING)
     return dataclasses.replace(config, rotary=unscaled), angles.of_local

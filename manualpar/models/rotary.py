@@ -158,6 +158,8 @@ class Rotary(FieldGroup):
         of the other layers.
       features: The number of features at the beginning of each head that are rotated, an even
         number; 0 for all.
+      learned: The length of a table of learned positions, which are added to the embedding in place
+        of rotations; 0 for rotations.
       interleaved: Whether features `2 i` and `2 i + 1` are a pair, and not `i` and `i + H/2`.
       scaling: Slows rotations down. With layers of two kinds only the layers that see all positions
         are scaled.
@@ -166,6 +168,7 @@ class Rotary(FieldGroup):
     base: float = config_field(10_000.0, "rope_base", 1, required=True)
     local_base: float = config_field(0.0, "local_rope_base", 0)
     features: int = config_field(0, "rotary_features", 0)
+    learned: int = config_field(0, "learned_positions", 0)
     interleaved: bool = config_field(False, "rotary_interleaved")
     scaling: RotaryScaling = NO_SCALING
 
@@ -176,6 +179,9 @@ class Rotary(FieldGroup):
             refuse(self, "local_base", "more than 1, or 0 for base")
         if self.features < 0 or self.features % 2:
             refuse(self, "features", "an even number, or 0 for all features of a head")
+
+
+NO_ROTARY = Rotary()
 
 
 def rotary_angles(
@@ -215,7 +221,7 @@ def rotary_angles(
 
 
 def rotate(
-    x: jax.Array, angles: jax.Array, *, scale: float = 1.0, rotary: Rotary = Rotary()
+    x: jax.Array, angles: jax.Array, *, scale: float = 1.0, rotary: Rotary = NO_ROTARY
 ) -> jax.Array:
     """Turns pairs of the features of `[B, S, N, H]`, queries or keys, by `rotary_angles`.
 

@@ -159,8 +159,13 @@ class MinibatchCollectives:
         runs: Any = {"passes": passes, "recomputed": recomputed}
         if x := activations(split.axis):
             self.before += lookup_collectives(x, parameter_dtype, passes=lookups)
-            head_norms = (size_of_head(model),) * 2 * model.attention.query_key_norm
+            is_wide, vectors = model.attention.wide_query_key_norm, 1 + model.norm.bias
+            has_own = model.attention.query_key_norm and not is_wide
+            head_norms = (size_of_head(model),) * 2 * vectors * has_own
             norms: Any = {"post_norms": model.norm.post, "head_norms": head_norms}
+            norms |= {"wide_norms": 2 * is_wide, "norm_vectors": vectors}
+            norms |= {"shared": model.norm.shared}
+            norms |= {"pre_norms": (2 - model.norm.shared) * model.norm.pre}
             self.layer += block_collectives(x, **norms, **runs)
             self.dense_layer += self.layer
             if experts.num_experts:
@@ -168,7 +173,7 @@ class MinibatchCollectives:
                 counts |= {"has_shared_gate": experts.shared_is_gated, "dtype": parameter_dtype}
                 self.layer += router_collectives(x, **counts, **runs)
             smoothed = model.label_smoothing > 0
-            self.after += [*head_collectives(x), *cross_entropy_collectives(x, smoothed=smoothed)]
+            self.after += [*head_collectives(x, norm_vectors=vectors), *cross_entropy_collectives(x, smoothed=smoothed)]
         if experts.num_experts and (x := activations(experts.axis)):
             capacity = slots_of_expert(model, sizes, x.shape[1])
             self.layer += expert_collectives(

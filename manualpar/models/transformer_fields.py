@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.layers.field_groups import refuse, refuse_unknown
-from manualpar.models.layer_config import ACTIVATIONS
+from manualpar.models.layer_config import ACTIVATIONS, Mlp
 from manualpar.models.layer_stack import REMAT_POLICIES, is_global
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     check_transformer(model)
     size = size_of_head(model)
     heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)  # q, out; k, v.
-    experts, mlp = model.experts, 3 * model.mlp_size
+    experts, mlp = model.experts, (3 if model.mlp.gated else 2) * model.mlp_size
     dense = 3 * (experts.dense_mlp_size or model.mlp_size)
     if experts.num_experts:
         mlp = experts.top_k * mlp + experts.num_experts
@@ -120,6 +120,16 @@ def _check_groups(model: "Transformer") -> None:
 
     if experts.num_experts and model.activation != "silu":
         refuse(model, "activation", "'silu' with experts, because experts support no other")
+    if experts.num_experts and model.mlp != Mlp():
+        refuse(model, "mlp", "Mlp() with experts, which support no other")
+    if model.norm.shared and not model.mlp.parallel:
+        refuse_in("norm", "shared", "False without mlp.parallel")
+    if model.rotary.learned and (attention.unrotated_global or model.rotary.features):
+        refuse_in("rotary", "learned", "0 with rotary.features or attention.unrotated_global")
+    if model.rotary.local_base and attention.unrotated_global:
+        refuse_in("rotary", "local_base", "0 with attention.unrotated_global")
+    if attention.wide_query_key_norm and (model.norm.kind == "layer" or model.norm.offset):
+        refuse_in("attention", "wide_query_key_norm", "False with this norm: it is an RMSNorm")
     if split.axis and model.annotate:
         refuse(
             model,
