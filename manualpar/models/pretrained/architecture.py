@@ -8,20 +8,35 @@ Version 5 of transformers writes `rope_parameters` and `layer_types`. Older vers
 `rope_theta`, `rope_scaling` and other keys. Both kinds of files are supported.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields, nest_fields
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
-from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
+from manualpar.models.pretrained.families import FAMILIES, INERT_KEYS, UNUSED_KEYS, WRAPPERS
+from manualpar.models.pretrained.family import Family
 from manualpar.models.pretrained.keys import Keys
 from manualpar.models.pretrained.rotations import FULL, SLIDING, read_rotations
 from manualpar.system.storage import GivenPath, user_path
 from manualpar.system.storage.untrusted import read_object
 
 # Names of activations: in `config.json` -> in `Transformer`.
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu": "exact_gelu",
+}
+# Whose old files say `gelu` and mean its approximation.
+GELU_IS_TANH = frozenset({"gemma"})
+# The text model of a multimodal model whose `text_config` does not name it.
+OF_WRAPPER = {"gemma3": "gemma3_text", "mistral3": "mistral", "aya_vision": "cohere2"}
+# Inert keys of which no warning is needed, because everybody's files have them.
+SILENT = frozenset(
+    {"embd_pdrop", "resid_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout"}
+)
 LARGEST = 2**31  # Every size in a config must be smaller, and `num_layers` at most `DEEPEST`.
 DEEPEST = 10_000
 
@@ -31,11 +46,13 @@ class Architecture(NamedTuple):
 
     Attributes:
       family: The value of `model_type`.
+      wrapper: The `model_type` of the multimodal model around the text model; `""` for none.
       flat_fields: The fields of the `Transformer` by their flat names, as in configs.
     """
 
     family: str
     flat_fields: dict[str, Any]
+    wrapper: str = ""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -87,6 +104,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     Raises:
       ValueError: See `read_architecture`.
     """
+    config, wrapper = text_config(config)
     keys = Keys(config, where)
     name = keys.get("model_type", "")
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -100,28 +118,34 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
         keys.left["num_experts"] = keys.left.pop("num_local_experts")
     for key, field in family.keys.items():
         fields[field] = _value(keys, key, field, family)
-    fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]
-    fields["head_size"] = fields["head_size"] or fields["hidden_size"] // fields["num_heads"]
+    fields["num_kv_heads"] = fields.get("num_kv_heads") or fields["num_heads"]
+    fields["head_size"] = fields.get("head_size") or fields["hidden_size"] // fields["num_heads"]
     if not fields["head_size"]:
         heads = fields["num_heads"]
         raise keys.refuse(
             "hidden_size", fields["hidden_size"], f"at least 1 for each of {heads} heads"
         )
-    if "attention_scale" in fields:
+    if family.reciprocal:
+        field = family.keys[family.reciprocal]
+        fields[field] = 1 / fields[field]
+    if family.scale_key:
         fields["attention_scale"] = fields["attention_scale"] ** -0.5
-    activation = keys.take(family.activation_key, next(iter(ACTIVATIONS)))
+    activation = keys.take(family.activation_key, family.activation) or family.activation
     if family.activation_key != "hidden_act":
-        activation = activation or "gelu_pytorch_tanh"
         keys.left.pop("hidden_act", None)  # The family's own key replaces `hidden_act`.
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise keys.refuse(
             family.activation_key, activation, f"one of {', '.join(map(repr, ACTIVATIONS))}"
         )
+    if name in GELU_IS_TANH and activation == "gelu":
+        activation = "gelu_pytorch_tanh"  # As transformers does for the first files.
     fields["activation"] = ACTIVATIONS[activation]
     if "num_experts" in fields:
         fields |= _experts(keys, name, fields)
     fields |= _windows(keys, family, fields["num_layers"])
+    fields |= family.read(keys, fields) if family.read else {}
     fields |= read_rotations(keys, name, fields)
+    _warn_of_inert(keys, family, wrapper)
     for key, value in keys.left.items():
         if key not in UNUSED_KEYS and value not in (None, False, 0, "", [], {}):
             raise keys.refuse(
@@ -130,14 +154,47 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
                 f"no such key in a model of {name!r}: a Transformer has no field for it. If the "
                 "key does not affect the model's results, delete it from the file",
             )
-    return Architecture(name, fields)
+    return Architecture(name, fields, wrapper)
+
+
+def text_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Returns the config of the text model in a multimodal model, and the `model_type` around it.
+
+    The config of a text model is returned as it is, with `""`.
+    """
+    wrapper, inner = config.get("model_type"), config.get("text_config")
+    if not isinstance(wrapper, str) or wrapper not in WRAPPERS or not isinstance(inner, Mapping):
+        return config, ""
+    inner = {"model_type": OF_WRAPPER.get(wrapper, "llama"), **inner}
+    for key in ("tie_word_embeddings", "torch_dtype", "dtype"):
+        if key in config:
+            inner.setdefault(key, config[key])
+    return inner, wrapper
+
+
+def _warn_of_inert(keys: Keys, family: Family, wrapper: str) -> None:
+    """Warns of the keys that are ignored, each with the reason, and removes them."""
+    reasons = {**INERT_KEYS, **family.ignored}
+    found = {
+        key: reasons[key]
+        for key, value in keys.left.items()
+        if key in reasons and value not in (None, False, 0, "", [], {})
+    }
+    lines = [f"{key} ({reason})" for key, reason in found.items() if key not in SILENT]
+    if wrapper:
+        lines.append(f"all of {wrapper!r} except its text model ({WRAPPERS[wrapper]})")
+    for key in found:
+        del keys.left[key]
+    if lines:
+        warnings.warn(f"{keys.where}: ignored {'; '.join(lines)}.", stacklevel=4)
 
 
 def _value(keys: Keys, key: str, field: str, family: Family) -> Any:
     """Reads the value of `key`, which sets the field `field` of the `Transformer`."""
     default = DEFAULTS[field]
     value = keys.take(key, *([family.defaults[key]] if key in family.defaults else []))
-    if value is None and family.defaults.get(key, 0) is None:
+    may_be_none = key in family.defaults and family.defaults[key] is None
+    if value is None and (may_be_none or field in ("attention_soft_cap", "logit_soft_cap")):
         return 0.0 if isinstance(default, float) else 0
     if isinstance(default, bool):
         return keys.check(key, value, bool, lambda x: True, "true or false")

@@ -27,14 +27,19 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import require
 from manualpar.models.finetuning.merging import given_variables, is_adapter
-from manualpar.models.pretrained.architecture import read_architecture, read_config
+from manualpar.models.pretrained.architecture import (
+    read_architecture,
+    read_config,
+    text_config,
+)
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
+from manualpar.models.pretrained.families import FAMILIES
 from manualpar.models.pretrained.model_config import architecture_of, write_config
 from manualpar.models.pretrained.sources import check_same_model, transformer_of
 from manualpar.models.pretrained.target import ExportTarget, open_target
 from manualpar.models.pretrained.tensor_bytes import DTYPES
 from manualpar.models.pretrained.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
-from manualpar.models.pretrained.tensor_names import pieces_of_transformer
+from manualpar.models.pretrained.tensor_names import pieces_of_transformer, spelling
 from manualpar.models.pretrained.tensor_writer import Files, Tensor, create_files, write_tensors
 from manualpar.system.cluster.agreement import failing_together, from_first, gather
 from manualpar.system.storage import AnyPath, GivenPath, local_path, new_number, user_path, writing
@@ -150,7 +155,9 @@ def _plan(
     if source is not None:
         architecture = read_architecture(source)
         check_same_model(model, source, architecture)
-        config = read_config(source)
+        config = dict(text_config(read_config(source))[0])
+        if architecture.wrapper:
+            config["architectures"] = [FAMILIES[architecture.family].class_name]
         if has_tensors(source):
             dtypes = TensorFiles(source).dtypes
         else:  # `like` has only a config and a tokenizer, such as the output of an import.
@@ -169,6 +176,7 @@ def _plan(
         if not is_adapter(path)  # Adapters are merged into their kernels.
     }
     pieces = pieces_of_transformer(config["model_type"], shapes)
+    spell = spelling(config["model_type"], pieces["embedding"][0].tensor, dtypes)
     tensors = []
     for path, leaf in zip(paths, leaves, strict=True):
         for piece in pieces.get(path, ()):
@@ -176,7 +184,7 @@ def _plan(
                 model.vocab_size if name == "V" else size
                 for name, size in zip(piece.dims, leaf.shape[len(piece.entry) :], strict=True)
             )
-            name = dtype or dtypes.get(piece.tensor) or leaf.dtype.name
+            name = dtype or dtypes.get(spell(piece.tensor)) or leaf.dtype.name
             shape, numbers = piece.tensor_shape(sizes), np.dtype(jax.numpy.dtype(name))
             tensors.append(Tensor(piece.tensor, shape, sizes, numbers, leaf.name, piece))
     sizes_of: dict[str, int] = {}
@@ -199,7 +207,8 @@ def _divide(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]
     groups: list[list[Tensor]] = []
     size = 0
     for tensor in tensors:
-        if not groups or size + tensor.nbytes > max_bytes:
+        is_part = bool(groups) and groups[-1][-1].name == tensor.name
+        if not groups or (size + tensor.nbytes > max_bytes and not is_part):
             groups.append([])
             size = 0
         groups[-1].append(tensor)
@@ -250,7 +259,7 @@ def _gathered(x: jax.Array, tensor: Tensor) -> tuple[Tensor, jax.Array]:
     with no_mesh():
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
         whole = jax.jit(take, out_shardings=replicated)(x, tensor.piece.entry)
-    alone = tensor._replace(leaf=tensor.name, piece=tensor.piece._replace(entry=()))
+    alone = tensor._replace(leaf=f"{tensor.leaf}/{tensor.piece.entry}", piece=tensor.piece._replace(entry=()))
     return alone, whole.addressable_data(0)
 
 

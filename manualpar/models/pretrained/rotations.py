@@ -15,11 +15,19 @@ from manualpar.models.rotary import RotaryKind, RotaryScaling
 # The kinds of layers in `layer_types`: layers without a window, and layers with a window.
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The default of `rope_theta` by family; 10,000 for all other families.
-ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6}
+ROPE_BASE = {
+    "mixtral": 1e6,
+    "gemma3_text": 1e6,
+    "olmo3": 5e5,
+    "smollm3": 2e6,
+    "cohere": 5e5,
+}
+# The families whose layers with a window have a rotation of their own, without scaling.
+TWO_ROTATIONS = frozenset({"gemma3_text", "olmo3"})
 # The families that rotate only some features, with the default of `partial_rotary_factor`.
-PARTIAL: Mapping[str, float] = {"phi3": 1.0}
+PARTIAL: Mapping[str, float] = {"phi3": 1.0, "glm": 0.5, "glm4": 0.5, "gpt_neox": 0.25}
 # The families whose pairs are neighbours, see `Rotary.interleaved`.
-INTERLEAVED: frozenset[str] = frozenset()
+INTERLEAVED = frozenset({"glm", "glm4", "cohere", "cohere2"})
 ORIGINAL = "original_max_position_embeddings"
 # Kind of scaling -> the keys that describe it, each with the flat name of its field.
 SCALINGS: Mapping[RotaryKind, Mapping[str, str]] = {
@@ -61,10 +69,14 @@ OLD_NAMES = {"su": "longrope"}  # Of the first files of Phi-3.
 
 def read_rotations(keys: Keys, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the fields for rotary positions; `fields` are the fields that have been read."""
+    if fields.get("learned_positions"):
+        return {}
     both = keys.take("rope_parameters", None) or {}
     scaling = keys.take("rope_scaling", None) or {}
     base = keys.take("rope_theta", None) or ROPE_BASE.get(family, 10_000.0)
-    local_base = keys.take("rope_local_base_freq", None) or 10_000.0
+    local_base = keys.take("rope_local_base_freq", None) or (
+        10_000.0 if family == "gemma3_text" else base
+    )
     partial = keys.take("partial_rotary_factor", None)
     original = keys.take(ORIGINAL, None)
     has_windows = bool(fields.get("global_every"))
@@ -85,9 +97,10 @@ def read_rotations(keys: Keys, family: str, fields: Mapping[str, Any]) -> dict[s
             raise keys.refuse("rope_parameters", both, "one partial_rotary_factor for all layers")
     else:
         found = _rotation(keys, family, both or scaling, defaults, size)
-    if has_windows and family != "gemma3_text" and "rope_scaling" in found:
+    of_one = family not in TWO_ROTATIONS and not fields.get("unrotated_global")
+    if has_windows and of_one and "rope_scaling" in found:
         raise keys.refuse("rope_scaling", scaling or both, "none with layers of two kinds")
-    if has_windows and family == "gemma3_text":
+    if has_windows and family in TWO_ROTATIONS:
         local_base = keys.check(
             "rope_local_base_freq", local_base, float, lambda x: x > 1, "above 1"
         )
@@ -198,6 +211,8 @@ def _factor(keys: Keys, name: str, value: Any) -> Any:
 
 def write_rotations(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of a `config.json` for rotary positions."""
+    if fields["learned_positions"]:
+        return {}
     config: dict[str, Any] = {"rope_theta": fields["rope_base"]}
     if features := fields["rotary_features"]:
         config["partial_rotary_factor"] = features / fields["head_size"]

@@ -224,17 +224,21 @@ class Slice(NamedTuple):
       bounds: The box, with the dims of the parameter.
       split: The sizes of the box's dims, in the order in which the tensor stores these dims. A
         merged dim of the tensor counts as several dims.
-      order: The position of each of the parameter's dims in `split`.
+      order: The position of each of the parameter's dims in `split`, and of dims that only the
+        tensor has.
+      others: The number of dims that only the tensor has, with one entry each.
     """
 
     where: tuple[slice, ...]
     bounds: Bounds
     split: tuple[int, ...]
     order: tuple[int, ...]
+    others: int = 0
 
     def turned(self, value: np.ndarray) -> np.ndarray:
         """Returns a view of `value`, the content of the slice, with the dims of the parameter."""
-        return value.reshape(self.split).transpose(self.order)
+        turned = value.reshape(self.split).transpose(self.order)
+        return turned[(..., *[0] * self.others)] if self.others else turned
 
 
 # (begin, end, ranges): a range of a tensor's dim; `ranges` has the range of each dim merged in it.
@@ -245,7 +249,7 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
     """Computes the slices of a tensor that together contain a box of a parameter."""
     if is_empty(box):
         return
-    outermost = next(itertools.chain(*piece.merged), None)
+    outermost = next((name for name in itertools.chain(*piece.merged) if name in piece.dims), None)
     if outermost is not None and _volume(box) > BAND:
         dim = piece.dims.index(outermost)
         start, stop = box[dim]
@@ -257,13 +261,23 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
             return
     size_of = dict(zip(piece.dims, sizes, strict=True))
     box_of = dict(zip(piece.dims, box, strict=True))
+    first, dims = dict.fromkeys(piece.dims, 0), piece.dims
+    if piece.within:
+        dim, begin, size_of[dim] = piece.within
+        start, stop = box_of.get(dim, (0, 1))
+        box_of[dim] = start + begin, stop + begin
+        if dim in first:
+            first[dim] = begin
+        else:
+            dims = *dims, dim
     for reads in itertools.product(*(_ranges(names, size_of, box_of) for names in piece.merged)):
         spans = {name: span for _, _, inner in reads for name, span in inner.items()}
         yield Slice(
             tuple(slice(start, stop) for start, stop, _ in reads),
-            tuple(spans[name] for name in piece.dims),
+            tuple((spans[x][0] - begin, spans[x][1] - begin) for x, begin in first.items()),
             tuple(stop - start for start, stop in spans.values()),
-            tuple(list(spans).index(name) for name in piece.dims),
+            tuple(list(spans).index(name) for name in dims),
+            len(dims) - len(piece.dims),
         )
 
 

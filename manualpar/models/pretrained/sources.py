@@ -26,6 +26,7 @@ from manualpar.models.pretrained.tensor_names import (
     TensorPiece,
     pieces_of,
     pieces_of_transformer,
+    spelling,
 )
 
 
@@ -80,11 +81,18 @@ def find_sources(
             f"load_hf: names lacks {' and '.join(list_some(without))}, expected every "
             "parameter of the model, or missing='init'."
         )
-    files = TensorFiles(directory)
+    files, is_wrapped = TensorFiles(directory), False
+    if names is None and "embedding" in pieces:
+        is_wrapped = bool(architecture.wrapper)
+        spell = spelling(architecture.family, pieces["embedding"][0].tensor, files.shapes)
+        pieces = {
+            path: [piece._replace(tensor=spell(piece.tensor)) for piece in found]
+            for path, found in pieces.items()
+        }
     sources = Sources(
         files, {leaves[path].name: found for path, found in pieces.items()}, vocab_size
     )
-    _check_tensors(sources, leaves, pieces, directory, is_tied="head" not in shapes)
+    _check_tensors(sources, leaves, pieces, directory, is_tied="head" not in shapes, is_wrapped=is_wrapped)
     return sources
 
 
@@ -139,6 +147,7 @@ def _check_tensors(
     directory: Path,
     *,
     is_tied: bool,
+    is_wrapped: bool,
 ) -> None:
     """Raises a `ValueError` if tensors are missing, not needed, or of another shape or dtype.
 
@@ -168,8 +177,8 @@ def _check_tensors(
                 narrowed.append(f"{piece.tensor} from {dtype} to {leaf.dtype}")
     for name in sorted(files.shapes.keys() - known):
         # If the head is tied to the embedding, transformers ignores this tensor too.
-        is_copy = is_tied and name == "lm_head.weight"
-        if not is_copy and not COMPUTED.search(name):
+        is_copy = is_tied and name.endswith(("lm_head.weight", "embed_out.weight"))
+        if not is_copy and not is_wrapped and not COMPUTED.search(name):
             shown = show_array(_Named(files.dtypes[name]), files.shapes[name])
             lines.append(f"{name} is {shown}, expected no such tensor")
     if lines:

@@ -11,25 +11,14 @@ heads, `H` features of a head, `F` features inside an MLP, `E` experts.
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
+
+from manualpar.models.pretrained.dense_rules import BIASES, DENSE_RULES, PREFIXES
+from manualpar.models.pretrained.tensor_rule import Rule
 
 # For each dim of a tensor, the dims of the parameter that are merged in it, the outermost first.
 MergedDims = tuple[tuple[str, ...], ...]
-
-
-class Rule(NamedTuple):
-    """The tensor of a parameter in the files.
-
-    Attributes:
-      tensor: The name of the tensor. `{E}` in the name stands for an index along dim `E`: the
-        parameter then stacks one tensor for each index.
-      dims: The dims of the parameter, an arrow, and the dims of the tensor, such as
-        `D N H -> (N H) D`, without stacked dims; `""` if both are the same.
-    """
-
-    tensor: str
-    dims: str = ""
 
 
 class TensorPiece(NamedTuple):
@@ -40,16 +29,21 @@ class TensorPiece(NamedTuple):
       entry: The tensor's index along the leading dims of the parameter.
       dims: The names of the parameter's other dims.
       merged: For each dim of the tensor, the dims among `dims` that are merged in it.
+      within: If the tensor contains several parameters: the dim, the first of the parameter's
+        entries along it, and the number of all entries, see `Rule.part`.
     """
 
     tensor: str
     entry: tuple[int, ...]
     dims: tuple[str, ...]
     merged: MergedDims
+    within: tuple[str, int, int] | tuple[()] = ()
 
     def tensor_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the tensor for given sizes of the dims in `dims`."""
         size_of = dict(zip(self.dims, sizes, strict=True))
+        if self.within:
+            size_of[self.within[0]] = self.within[2]
         shape = []
         for names in self.merged:
             size = 1
@@ -109,13 +103,14 @@ QWEN2_MOE: Mapping[str, Rule] = {
 }
 # The rules that differ from `LAYER` in some families, by the `model_type` of the family.
 OWN: Mapping[str, Mapping[str, Rule]] = {
+    **DENSE_RULES,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
 # Tensors in old files that are ignored, because their values follow from the config.
-COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+COMPUTED = re.compile(r"(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
 _LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)/")
 _STACKED = re.compile(r"\{\w+\}")
 
@@ -143,7 +138,9 @@ def pieces_of_transformer(
     unused = (number for number in itertools.count() if number not in own)
     lengths = {shapes[path][0] for path, found in modules.items() if not found["own"]}
     in_scan = list(itertools.islice(unused, max(lengths, default=0) * len(scanned)))
-    rules = {**TOP, **LAYER, **OWN.get(family, {})}
+    rules = {**TOP, **LAYER, **BIASES, **OWN.get(family, {})}
+    prefix = PREFIXES.get(family, "model.layers")
+    sizes = _sizes(shapes)
     pieces = {}
     for path, shape in shapes.items():
         found = modules.get(path)
@@ -157,24 +154,39 @@ def pieces_of_transformer(
                 "Transformer with the fields of that family, or names= that name all parameters."
             )
         if found is None:
-            pieces[path] = pieces_of(rule, shape)
+            pieces[path] = pieces_of(rule, shape, sizes)
         elif found["own"]:
-            own_rule = rule._replace(tensor=f"model.layers.{found['own']}.{rule.tensor}")
-            pieces[path] = pieces_of(own_rule, shape)
+            own_rule = rule._replace(tensor=f"{prefix}.{found['own']}.{rule.tensor}")
+            pieces[path] = pieces_of(own_rule, shape, sizes)
         else:
             numbers = in_scan[int(found["of_group"] or 0) :: len(scanned)]
             pieces[path] = [
                 piece._replace(entry=(entry, *piece.entry))
                 for entry, number in enumerate(numbers)
                 for piece in pieces_of(
-                    rule._replace(tensor=f"model.layers.{number}.{rule.tensor}"), shape[1:]
+                    rule._replace(tensor=f"{prefix}.{number}.{rule.tensor}"), shape[1:], sizes
                 )
             ]
     return pieces
 
 
-def pieces_of(rule: Rule, shape: Sequence[int]) -> list[TensorPiece]:
+def _sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the sizes of the dims that parts of tensors need, see `Rule.part`."""
+    sizes = {}
+    for path, shape in shapes.items():
+        if path.endswith("attention/query/kernel"):
+            sizes["N"] = shape[-2]
+        elif path.endswith("attention/key/kernel"):
+            sizes["K"] = shape[-2]
+    return sizes
+
+
+def pieces_of(
+    rule: Rule, shape: Sequence[int], sizes: Mapping[str, int] | None = None
+) -> list[TensorPiece]:
     """Returns the tensors that a rule assigns to a parameter of this shape.
+
+    `sizes` has the sizes of dims of other parameters, for rules with a part.
 
     Raises:
       ValueError: The rule's dims are malformed, or differ from the parameter's dims.
@@ -185,16 +197,49 @@ def pieces_of(rule: Rule, shape: Sequence[int]) -> list[TensorPiece]:
     dims = tuple(left.split()) if arrow else names
     words = re.findall(r"\(([^()]*)\)|(\S+)", right) if arrow else [("", name) for name in names]
     merged = tuple(tuple((inside or single).split()) for inside, single in words)
-    if len(dims) != len(names) or sorted(dims) != sorted(itertools.chain(*merged)):
+    within: tuple[str, int, int] | tuple[()] = ()
+    inside = set(itertools.chain(*merged))
+    if rule.part:
+        dim, before, total = rule.part
+        known = {**(sizes or {}), **dict(zip(dims, shape[stacked:], strict=False))}
+        first, number = (
+            sum(int(one) if one.isdigit() else known[one] for one in terms)
+            for terms in (before, total)
+        )
+        within = dim, first, number
+        inside -= {dim} - set(dims)
+    if len(dims) != len(names) or sorted(dims) != sorted(inside):
         raise ValueError(
             f"the rule {rule.tensor!r} has the dims {rule.dims!r}, expected {len(names)} names, an "
             "arrow and the same names, such as 'D N H -> (N H) D'."
         )
     ranges = [range(size) for size in shape[:stacked]]
     return [
-        TensorPiece(_fill(rule.tensor, entry), entry, dims, merged)
+        TensorPiece(_fill(rule.tensor, entry), entry, dims, merged, within)
         for entry in itertools.product(*ranges)
     ]
+
+
+def spelling(family: str, embedding: str, stored: Collection[str]) -> Callable[[str], str]:
+    """Returns the function from the name of a tensor to its name in some files.
+
+    Files of multimodal models have prefixes before the names of the text model, and some old files
+    lack the prefix of the class with the head.
+
+    Args:
+      family: The `model_type` of the text model.
+      embedding: The name of the embedding's tensor.
+      stored: The names of the tensors in the files.
+    """
+    base = PREFIXES.get(family, "model.layers").partition(".")[0] + "."
+
+    def in_wrapper(name: str) -> str:
+        return f"model.language_model.{name.removeprefix(base)}" if name.startswith(base) else name
+
+    for spell in (str, in_wrapper, "language_model.{}".format, lambda x: x.removeprefix(base)):
+        if spell(embedding) in stored:
+            return spell
+    return str
 
 
 def _fill(tensor: str, numbers: Sequence[int]) -> str:

@@ -64,8 +64,8 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The tensor's bytes in a file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        """The bytes in a file, of the variable's part if the tensor contains several variables."""
+        return int(np.prod(self.sizes, dtype=np.int64)) * self.dtype.itemsize
 
 
 # Maps the name of each file to its tensors.
