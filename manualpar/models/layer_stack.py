@@ -209,7 +209,9 @@ def _layer_class(remat: str, *, in_loop: bool) -> Any:
     return nn.remat(Layer, policy=REMAT_POLICIES[remat], prevent_cse=not in_loop)
 
 
-def _of_kind(config: LayerConfig, angles: Angles, layer: int) -> tuple[LayerConfig, jax.Array | None]:
+def _of_kind(
+    config: LayerConfig, angles: Angles, layer: int
+) -> tuple[LayerConfig, jax.Array | None]:
     """Returns the config and the angles of the layer with index `layer`."""
     how = config.attention
     if not how.global_every:

@@ -173,7 +173,10 @@ class MinibatchCollectives:
                 counts |= {"has_shared_gate": experts.shared_is_gated, "dtype": parameter_dtype}
                 self.layer += router_collectives(x, **counts, **runs)
             smoothed = model.label_smoothing > 0
-            self.after += [*head_collectives(x, norm_vectors=vectors), *cross_entropy_collectives(x, smoothed=smoothed)]
+            self.after += [
+                *head_collectives(x, norm_vectors=vectors),
+                *cross_entropy_collectives(x, smoothed=smoothed),
+            ]
         if experts.num_experts and (x := activations(experts.axis)):
             capacity = slots_of_expert(model, sizes, x.shape[1])
             self.layer += expert_collectives(

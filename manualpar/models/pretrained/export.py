@@ -259,7 +259,9 @@ def _gathered(x: jax.Array, tensor: Tensor) -> tuple[Tensor, jax.Array]:
     with no_mesh():
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
         whole = jax.jit(take, out_shardings=replicated)(x, tensor.piece.entry)
-    alone = tensor._replace(leaf=f"{tensor.leaf}/{tensor.piece.entry}", piece=tensor.piece._replace(entry=()))
+    alone = tensor._replace(
+        leaf=f"{tensor.leaf}/{tensor.piece.entry}", piece=tensor.piece._replace(entry=())
+    )
     return alone, whole.addressable_data(0)
 
 

@@ -17,7 +17,13 @@ from manualpar.models.pretrained.architecture import (
     parse_architecture,
 )
 from manualpar.models.pretrained.families import FAMILIES
-from manualpar.models.pretrained.rotations import FULL, ROPE_FIELDS, SLIDING, TWO_ROTATIONS, write_rotations
+from manualpar.models.pretrained.rotations import (
+    FULL,
+    ROPE_FIELDS,
+    SLIDING,
+    TWO_ROTATIONS,
+    write_rotations,
+)
 from manualpar.models.transformer_fields import size_of_head
 
 # The flat names of the fields that a config describes. The other fields only choose how the same

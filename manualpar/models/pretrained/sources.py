@@ -92,7 +92,9 @@ def find_sources(
     sources = Sources(
         files, {leaves[path].name: found for path, found in pieces.items()}, vocab_size
     )
-    _check_tensors(sources, leaves, pieces, directory, is_tied="head" not in shapes, is_wrapped=is_wrapped)
+    _check_tensors(
+        sources, leaves, pieces, directory, is_tied="head" not in shapes, is_wrapped=is_wrapped
+    )
     return sources
 
 

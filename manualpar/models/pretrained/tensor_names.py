@@ -110,7 +110,9 @@ OWN: Mapping[str, Mapping[str, Rule]] = {
     "qwen2_moe": QWEN2_MOE,
 }
 # Tensors in old files that are ignored, because their values follow from the config.
-COMPUTED = re.compile(r"(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
+COMPUTED = re.compile(
+    r"(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$"
+)
 _LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)/")
 _STACKED = re.compile(r"\{\w+\}")
 

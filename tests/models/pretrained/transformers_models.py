@@ -80,8 +80,8 @@ def _saved(family: str, fields: str) -> Saved:
     biases = [(path, x) for path, x in model.named_buffers() if path.endswith("bias")]
     for path, x in [*model.named_parameters(), *biases]:
         noise = torch.randn_like(x)
-        if "norm" in path:
-            x.data = scale + 0.3 * noise
+        if "norm" in path or ".ln_" in path:
+            x.data = scale * (not path.endswith("bias")) + 0.3 * noise
         else:
             x.data = noise * (0.3 if path.endswith("bias") else x.shape[-1] ** -0.5)
     directories = [
@@ -229,6 +229,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 7, "layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPES},
     ),
 }
+# Families with fields of their own, see `manualpar.models.pretrained.dense_families`.
+PHI3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [3.0, 5.0],
+    "partial_rotary_factor": 0.5,
+}
+GPT2_SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "n_positions": 32,
+}
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "phi3": (
+        "Phi3",
+        {
+            "hidden_size": 32,
+            "rope_parameters": PHI3_ROPE,
+            "original_max_position_embeddings": 8,
+            "max_position_embeddings": 32,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": WINDOW}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "ministral": ("Ministral", {"sliding_window": WINDOW}),
+    "glm": ("Glm", {"head_dim": 8}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "cohere": ("Cohere", {"attention_bias": True}),
+    "cohere2": ("Cohere2", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    "gpt2": ("GPT2", GPT2_SIZES),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5}),
+}
 OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 3}
 # Those of Qwen and dots.llm1 have a dense layer first; the routing of the last is DeepSeek's.
 WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -263,4 +308,4 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-MODELS = FAMILIES | WITH_EXPERTS
+MODELS = FAMILIES | DENSE | WITH_EXPERTS
