@@ -100,6 +100,7 @@ def block_collectives(
     passes: int = 1,
     recomputed: bool = False,
     post_norms: bool = False,
+    out_biases: int = 0,
     head_norms: tuple[int, ...] = (),
 ) -> Iterator[Collective]:
     """Yields the collectives of a block: attention and MLP, each after a norm.
@@ -110,11 +111,14 @@ def block_collectives(
       recomputed: Whether remat runs the forward pass again in the backward pass. It repeats the
         last sum of the block only with `post_norms`, because only a norm after the sum needs it.
       post_norms: Whether norms also follow attention and MLP.
+      out_biases: The number of row-parallel products with a bias.
       head_norms: The sizes of the norms of queries and keys, whose scales all heads share.
     """
     yield from _enter(x, 2, forward=2 * (passes + recomputed))
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
     yield from _norm_scales(x, 2 + 2 * post_norms)
+    for _ in range(out_biases * x.sequence):
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, x.shape[2:], x.dtype)
     for size in head_norms:
         yield x.backward(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
 
@@ -170,6 +174,7 @@ def router_collectives(
     num_experts: int,
     top_k: int,
     has_shared_gate: bool = False,
+    biased: int = 0,
     dtype: Any = FLOAT32,
     passes: int = 1,
     recomputed: bool = False,
@@ -178,14 +183,17 @@ def router_collectives(
 
     They come in addition to the collectives of an MLP. The devices sum the gradients of the gates
     and of the shared experts' gate. With sequence parallelism they also gather the router's logits
-    of all positions, and sum the gradient of the router's weights. `dtype` is the dtype of the
-    weights and of the sums of their gradients.
+    of all positions, and sum the gradient of the router's weights. `biased` is the number of a
+    device's experts if experts have biases. The gradients of the biases of their outputs are
+    summed. `dtype` is the dtype of the weights and of the sums of their gradients.
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
     yield x.backward(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
     if has_shared_gate:
         yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), jnp.dtype(dtype))
+    if biased:
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (biased, hidden_size), jnp.dtype(dtype))
     if x.sequence:
         logits = (*x.part[:2], num_experts)
         yield x.collective(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)

@@ -47,6 +47,10 @@ class Attention(FieldGroup):
       query_key_norm: Whether the features of each query and of each key are normalized before they
         are rotated.
       qkv_bias: Whether queries, keys and values have biases.
+      out_bias: Whether the output of attention has a bias.
+      sinks: Whether each query head has a learned score, its *sink*, that takes a share of the
+        softmax: the weights of the keys sum to less than 1 (Xiao et al.,
+        https://arxiv.org/abs/2309.17453). Only the kind `"blockwise"` has sinks.
     """
 
     kind: AttentionKind = config_field("", "attention", choices=ATTENTION_KINDS, required=True)
@@ -56,6 +60,8 @@ class Attention(FieldGroup):
     scale: float = config_field(0.0, "attention_scale", 0)
     query_key_norm: bool = config_field(False)
     qkv_bias: bool = config_field(False)
+    out_bias: bool = config_field(False, "attention_out_bias")
+    sinks: bool = config_field(False, "attention_sinks")
 
     def __post_init__(self) -> None:
         if self.window < 0:
@@ -71,6 +77,8 @@ class Attention(FieldGroup):
         if not self.soft_cap >= 0:
             refuse(self, "soft_cap", "more than 0, such as 50, or 0 for none")
         refuse_unknown(self, "kind", ATTENTION_KINDS)
+        if self.sinks and self.kind not in ("", "blockwise"):
+            refuse(self, "kind", "'blockwise', the only kind that has sinks, or ''")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -70,9 +70,10 @@ class Transformer(nn.Module):
     a `MoE`, `experts`, in place of `mlp`. The layers are `layer_0`, `layer_1`, .... Scanned layers
     are `layers`, each leaf has a leading dimension `L`, and the first `experts.dense_layers` layers
     are separate. Some fields of the model add `attention/query/bias` `[N, H]`, `attention/key/bias`
-    and `attention/value/bias` `[K, H]`; `attention/query_norm/scale` and `attention/key_norm/scale`
-    `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds
-    form groups, see `manualpar.models.layer_stack`.
+    and `attention/value/bias` `[K, H]`; `attention/out/bias` `[D]`; `attention/sinks` `[N]`;
+    `attention/query_norm/scale` and `attention/key_norm/scale` `[H]`; `attention_post_norm/scale`
+    and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds form groups, see
+    `manualpar.models.layer_stack`.
 
     Initial weights are normally distributed with variance 1 / inputs. For weights whose product is
     added to the residual stream, the variance is divided by 2 L, so that the stream does not grow

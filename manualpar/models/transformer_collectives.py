@@ -161,11 +161,14 @@ class MinibatchCollectives:
             self.before += lookup_collectives(x, parameter_dtype, passes=lookups)
             head_norms = (size_of_head(model),) * 2 * model.attention.query_key_norm
             norms: Any = {"post_norms": model.norm.post, "head_norms": head_norms}
+            norms["out_biases"] = int(model.attention.out_bias)
             self.layer += block_collectives(x, **norms, **runs)
             self.dense_layer += self.layer
             if experts.num_experts:
                 counts: Any = {"num_experts": experts.num_experts, "top_k": experts.top_k}
                 counts |= {"has_shared_gate": experts.shared_is_gated, "dtype": parameter_dtype}
+                if experts.biases:
+                    counts["biased"] = experts.num_experts // sizes.get(experts.axis or "", 1)
                 self.layer += router_collectives(x, **counts, **runs)
             smoothed = model.label_smoothing > 0
             self.after += [*head_collectives(x), *cross_entropy_collectives(x, smoothed=smoothed)]

@@ -20,7 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from manualpar.layers import MoE, SplitDense, enter
+from manualpar.layers import MoE, SplitDense, enter, split
 from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
@@ -110,10 +110,13 @@ class SelfAttention(nn.Module):
         query_BSNH = rotate(query_BSNH, angles_SH, scale=scale)
         key_BSKH = rotate(key_BSKH, angles_SH)
         value_BSKH = project(*key, "value")
+        sinks_N = _sinks(self, config)
         if isinstance(rows, Past):
             kept: Any = self.get_variable(CACHE, "key"), self.get_variable(CACHE, "value")
             scoring = Scoring(window, soft_cap)
-            mixed_BSNH = attend_to_kept(query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring)
+            mixed_BSNH = attend_to_kept(
+                query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring, sinks_N
+            )
         else:
             # Parameters do not depend on the implementation of attention. So initialization uses an
             # implementation that runs on every device.
@@ -125,13 +128,15 @@ class SelfAttention(nn.Module):
                 kind="" if self.is_initializing() else how.kind,
                 window=window,
                 soft_cap=soft_cap,
+                sinks=sinks_N,
             )
         if rows is not None:
             for name, x in (("key", key_BSKH), ("value", value_BSKH)):
                 if isinstance(rows, Prompts):
                     x = keep_prompts(x, rows, window)
                 self.put_variable(NEW_KEYS, name, x)
-        leave = _product(config, *out, contracted=2, scale=config.added_scale, name="out")
+        of_out: Any = {"scale": config.added_scale, "use_bias": how.out_bias, "name": "out"}
+        leave = _product(config, *out, contracted=2, **of_out)
         return leave(mixed_BSNH)
 
 
@@ -217,6 +222,17 @@ def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
     kind: Any = OffsetNorm if config.norm.offset else nn.RMSNorm
     norm: nn.Module = kind(config.norm.epsilon, dtype=config.dtype, scale_init=init, name=name)
     return norm
+
+
+def _sinks(module: nn.Module, config: LayerConfig) -> jax.Array | None:
+    """Makes the parameter `sinks` of this device's query heads, if heads have sinks."""
+    if not config.attention.sinks:
+        return None
+    init = marked(nn.initializers.zeros, ("heads",), annotate=config.annotate)
+    if config.split.axis:
+        init = split(init, split_dims(("heads",), config.split.axis))
+    sinks: jax.Array = module.param("sinks", init, (config.num_heads,), jnp.float32)
+    return sinks
 
 
 def _experts(config: LayerConfig) -> MoE:

@@ -111,6 +111,7 @@ def attend_to_kept(
     kept: tuple[jax.Array, jax.Array],
     past: Past,
     scoring: Scoring,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends from one new token of each row to the cache and to the token itself.
 
@@ -121,6 +122,7 @@ def attend_to_kept(
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
       past: The position of each row.
       scoring: The window and the bound of scores.
+      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 
     Returns:
       `[B, 1, N, H]`.
@@ -146,7 +148,11 @@ def attend_to_kept(
     of_kept = score("bkgh,bckh->bkgc", keys_BCKH)
     of_kept = jnp.where(is_seen_BC[:, None, None], of_kept, MASKED)
     scores = jnp.concatenate([of_kept, score("bkgh,bokh->bkgo", key)], axis=-1)
+    if sinks is not None:
+        of_sinks = jnp.broadcast_to(sinks.reshape(1, *scores.shape[1:3], 1), (*scores.shape[:3], 1))
+        scores = jnp.concatenate([of_sinks, scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = weights if sinks is None else weights[..., 1:]
     added = {"preferred_element_type": jnp.float32}
     out = jnp.einsum("bkgc,bckh->bkgh", weights[..., :-1], values_BCKH, **added)
     out += jnp.einsum("bkgo,bokh->bkgh", weights[..., -1:], value, **added)

@@ -13,6 +13,8 @@ from manualpar.layers.field_groups import (
 )
 from manualpar.layers.moe.routing import Gates, GroupScore
 
+OF_EXPERTS = ("router_bias", "biases", "swiglu_limit", "swiglu_alpha")  # Need `num_experts`.
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Experts(FieldGroup):
@@ -37,6 +39,9 @@ class Experts(FieldGroup):
       group_score: The score by which a token chooses groups, `"best_two"` or `"best"`.
       shared_size: The total features of the shared experts, which compute every token; 0 for none.
       shared_is_gated: Whether the output of the shared experts is multiplied by a gate.
+      biases: Whether the router and the products of the experts have biases.
+      swiglu_limit: The bound of gates and features in the clamped SwiGLU of gpt-oss; 0 for SwiGLU.
+      swiglu_alpha: The factor inside of the sigmoid, only with `swiglu_limit`.
       dense_layers: How many layers at the beginning of the model have an MLP in place of experts.
       dense_mlp_size: The features inside the MLPs of the first `dense_layers` layers; 0 for
         `mlp_size`.
@@ -57,6 +62,9 @@ class Experts(FieldGroup):
     )
     shared_size: int = config_field(0, "shared_experts_size", 0)
     shared_is_gated: bool = config_field(False, "shared_gate")
+    biases: bool = config_field(False, "expert_biases")
+    swiglu_limit: float = config_field(0.0, "", 0)
+    swiglu_alpha: float = config_field(1.0, "", 0)
     dense_layers: int = config_field(0, "", 0, below=MOST_WRITTEN_OUT)
     dense_mlp_size: int = config_field(0, "", 0)
 
@@ -67,11 +75,15 @@ class Experts(FieldGroup):
         if not self.capacity_factor >= 0:
             refuse(self, "capacity_factor", "more than 0, such as 1.25, or 0 to drop nothing")
         if not self.num_experts:
-            for field in ("axis", "router_bias", "groups", "shared_size", "dense_layers"):
+            for field in (*OF_EXPERTS, "axis", "groups", "shared_size", "dense_layers"):
                 if getattr(self, field) != (default := getattr(Experts, field)):
                     refuse(self, field, f"{default!r} without num_experts")
             return
         check_routing(self)
+        if not self.swiglu_limit >= 0:
+            refuse(self, "swiglu_limit", "more than 0, such as 7, or 0 for SwiGLU")
+        if self.swiglu_alpha != 1 and not self.swiglu_limit:
+            refuse(self, "swiglu_alpha", "1 without swiglu_limit")
         if self.shared_size < 0:
             refuse(self, "shared_size", "at least 1, or 0 for no shared experts")
         if self.shared_is_gated and not self.shared_size:

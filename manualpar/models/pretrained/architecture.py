@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from manualpar.errors import printable
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields, nest_fields
+from manualpar.models.pretrained.decoded_files import quantization_of
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
 from manualpar.system.storage import GivenPath, user_path
@@ -25,13 +26,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Names of activations: in `config.json` -> in `Transformer`.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 # The default of `rope_theta` by family; 10,000 for all other families.
-ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6}
+ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150_000.0}
 ROPE_FACTORS = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_factor",
     "high_freq_factor": "rope_high_factor",
     "original_max_position_embeddings": "rope_original_length",
 }
+# Families with experts in all layers, and no keys for dense layers.
+WITHOUT_DENSE_LAYERS = ("mixtral", "gpt_oss")
 LARGEST = 2**31  # Every size in a config must be smaller, and `num_layers` at most `DEEPEST`.
 DEEPEST = 10_000
 
@@ -98,6 +101,11 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
       ValueError: See `read_architecture`.
     """
     keys = _Keys(config, where)
+    try:
+        quantization_of(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}.") from None
+    keys.left.pop("quantization_config", None)
     name = keys.get("model_type", "")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
@@ -164,7 +172,12 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
         raise keys.refuse(
             "num_experts_per_tok", 1, "at least 2, because one normalized gate is always 1"
         )
-    if family == "mixtral":
+    if family == "gpt_oss":  # Two keys of OpenAI's own code.
+        keys.left.pop("initial_context_length", None)
+        top_k = fields["experts_per_token"]
+        if (given := keys.take("experts_per_token", top_k)) != top_k:
+            raise keys.refuse("experts_per_token", given, f"num_experts_per_tok={top_k}")
+    if family in WITHOUT_DENSE_LAYERS:
         return {}
     size = keys.take("intermediate_size", fields["mlp_size"])
     num_layers, more = fields["num_layers"], dict[str, Any]()

@@ -174,6 +174,34 @@ FAMILIES: Mapping[str, Family] = {
         must_be={**NO_BIAS, "decoder_sparse_step": 1},
         windows="all if asked",
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            **SIZES,
+            "num_experts_per_tok": "experts_per_token",
+            "num_local_experts": "num_experts",
+            "swiglu_alpha": "swiglu_alpha",
+            "swiglu_limit": "swiglu_limit",
+        },
+        fixed={
+            **EXPERTS,
+            "qkv_bias": True,
+            "attention_out_bias": True,
+            "attention_sinks": True,
+            "expert_biases": True,
+        },
+        defaults={
+            **COMMON,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        must_be={"attention_bias": True},
+        windows="by turns",
+        window_every=2,
+    ),
     "dots1": Family(
         "Dots1ForCausalLM",
         {

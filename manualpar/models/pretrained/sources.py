@@ -16,7 +16,9 @@ from manualpar.core.program.load_state import Missing, plain_leaves, variable_le
 from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf, list_some, show_array
 from manualpar.models import Transformer
-from manualpar.models.pretrained.architecture import Architecture, read_architecture
+from manualpar.models.pretrained.architecture import Architecture, read_architecture, read_config
+from manualpar.models.pretrained.decoded_files import open_tensor_files, quantization_of
+from manualpar.models.pretrained.directory import CONFIG_FILE
 from manualpar.models.pretrained.model_config import architecture_of, complete_fields
 from manualpar.models.pretrained.tensor_bytes import DTYPES
 from manualpar.models.pretrained.tensor_files import TensorFiles
@@ -80,7 +82,9 @@ def find_sources(
             f"load_hf: names lacks {' and '.join(list_some(without))}, expected every "
             "parameter of the model, or missing='init'."
         )
-    files = TensorFiles(directory)
+    has_config = names is None or (directory / CONFIG_FILE).is_file()
+    method = quantization_of(read_config(directory)) if has_config else ""
+    files = open_tensor_files(directory, method)
     sources = Sources(
         files, {leaves[path].name: found for path, found in pieces.items()}, vocab_size
     )

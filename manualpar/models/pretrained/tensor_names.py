@@ -1,7 +1,9 @@
 """Tables of the tensors in a model's files from which each parameter is made.
 
 A `Rule` gives a parameter's tensor, and how the dims of both correspond, in the notation of einops:
-`D N H -> (N H) D`. A parameter may consist of several tensors, stacked along its leading dims: the
+`D N H -> (N H) D`. If a tensor contains several parameters, `0:2` stands for entry 0 of a dim of
+size 2: `D F -> (0:2 F) D` is the first half of the rows, and `D F -> (F 0:2) D` every second row. A
+parameter may consist of several tensors, stacked along its leading dims: the
 layers of a scan, and experts. So each parameter has a list of `TensorPiece`s, each with a tensor
 and its place in the parameter. This module opens no file and needs no device.
 
@@ -10,6 +12,7 @@ heads, `H` features of a head, `F` features inside an MLP, `E` experts.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -50,13 +53,21 @@ class TensorPiece(NamedTuple):
     def tensor_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the tensor for given sizes of the dims in `dims`."""
         size_of = dict(zip(self.dims, sizes, strict=True))
-        shape = []
-        for names in self.merged:
-            size = 1
-            for name in names:
-                size *= size_of[name]
-            shape.append(size)
-        return tuple(shape)
+        return tuple(
+            math.prod(entry_of(name)[1] if is_entry(name) else size_of[name] for name in names)
+            for names in self.merged
+        )
+
+
+def is_entry(name: str) -> bool:
+    """Returns whether a name in a rule's dims is an entry, such as `0:2`, and no dim."""
+    return ":" in name
+
+
+def entry_of(name: str) -> tuple[int, int]:
+    """Returns (index, size) of an entry `index:size`."""
+    index, _, size = name.partition(":")
+    return int(index), int(size)
 
 
 # The rules of parameters outside of layers. `LAYER` has the rules of parameters in a layer, whose
@@ -107,10 +118,23 @@ QWEN2_MOE: Mapping[str, Rule] = {
     "experts/shared_down": Rule("mlp.shared_expert.down_proj.weight", "F D -> D F"),
     "experts/shared_router": Rule("mlp.shared_expert_gate.weight", "D E -> E D"),
 }
+GPT_OSS: Mapping[str, Rule] = {
+    "attention/out/bias": Rule("self_attn.o_proj.bias"),
+    "attention/sinks": Rule("self_attn.sinks"),
+    "experts/router": Rule("mlp.router.weight", "D E -> E D"),
+    "experts/logit_bias": Rule("mlp.router.bias"),
+    "experts/gate": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F 0:2)"),
+    "experts/up": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F 1:2)"),
+    "experts/down": Rule("mlp.experts.down_proj", "E F D -> E F D"),
+    "experts/gate_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F 0:2)"),
+    "experts/up_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F 1:2)"),
+    "experts/down_bias": Rule("mlp.experts.down_proj_bias", "E D -> E D"),
+}
 # The rules that differ from `LAYER` in some families, by the `model_type` of the family.
 OWN: Mapping[str, Mapping[str, Rule]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
+    "gpt_oss": GPT_OSS,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
@@ -185,7 +209,8 @@ def pieces_of(rule: Rule, shape: Sequence[int]) -> list[TensorPiece]:
     dims = tuple(left.split()) if arrow else names
     words = re.findall(r"\(([^()]*)\)|(\S+)", right) if arrow else [("", name) for name in names]
     merged = tuple(tuple((inside or single).split()) for inside, single in words)
-    if len(dims) != len(names) or sorted(dims) != sorted(itertools.chain(*merged)):
+    named = sorted(name for name in itertools.chain(*merged) if not is_entry(name))
+    if len(dims) != len(names) or sorted(dims) != named:
         raise ValueError(
             f"the rule {rule.tensor!r} has the dims {rule.dims!r}, expected {len(names)} names, an "
             "arrow and the same names, such as 'D N H -> (N H) D'."

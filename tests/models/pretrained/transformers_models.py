@@ -216,6 +216,18 @@ OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_
 # Those of Qwen and dots.llm1 have a dense layer first; the routing of the last is DeepSeek's.
 WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5, "num_hidden_layers": 2}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 5,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 1.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    ),
     "qwen2_moe": (
         "Qwen2Moe",
         OF_EXPERTS
