@@ -102,6 +102,10 @@ def block_collectives(
     post_norms: bool = False,
     out_biases: int = 0,
     head_norms: tuple[int, ...] = (),
+    latents: tuple[int, ...] = (),
+    latent_norms: tuple[int, ...] = (),
+    latent_kernels: tuple[int, ...] = (),
+    dtype: Any = FLOAT32,
 ) -> Iterator[Collective]:
     """Yields the collectives of a block: attention and MLP, each after a norm.
 
@@ -113,8 +117,19 @@ def block_collectives(
       post_norms: Whether norms also follow attention and MLP.
       out_biases: The number of row-parallel products with a bias.
       head_norms: The sizes of the norms of queries and keys, whose scales all heads share.
+      latents: With latent attention, the features of each array that attention enters, in place of
+        the activations.
+      latent_norms: With latent attention, the features of the norms of latents.
+      latent_kernels: With latent attention, the outputs of the products that make latents.
+      dtype: The dtype of the weights and of the sums of their gradients.
     """
-    yield from _enter(x, 2, forward=2 * (passes + recomputed))
+    entered = [dataclasses.replace(x, shape=(*x.shape[:2], size)) for size in latents]
+    for array in (x, *(entered or [x])):
+        yield from _enter(array, 1, forward=passes + recomputed)
+    for size in latent_norms * x.sequence:
+        yield x.backward(CAST_SCOPE, "all_reduce", 1, (1, 1, size), FLOAT32)
+    for size in latent_kernels * x.sequence:
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (x.shape[2], size), jnp.dtype(dtype))
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
     yield from _norm_scales(x, 2 + 2 * post_norms)
     for _ in range(out_biases * x.sequence):

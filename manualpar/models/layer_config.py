@@ -23,6 +23,7 @@ from manualpar.layers.field_groups import (
 )
 from manualpar.layers.moe.experts import Experts
 from manualpar.layers.ring_chunks import LAYER_OVERLAPS, LayerOverlap
+from manualpar.models.rotary import Rotary
 
 # The activation functions for the gates of the MLP.
 Activation = Literal["silu", "gelu"]
@@ -30,6 +31,41 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
     "gelu": nn.gelu,  # GELU approximated by tanh.
 }
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Latent(FieldGroup):
+    """The sizes of multi-head latent attention, see `manualpar.models.latent_attention`.
+
+    The head size of the model is the size of queries and keys, with the rotated features.
+
+    Attributes:
+      rank: The features of the latent from which keys and values are computed; 0 for ordinary
+        attention.
+      query_rank: The features of the latent from which queries are computed; 0 for none.
+      rotary_size: How many features of each query and key are rotated; all heads share these
+        features of the keys.
+      value_size: The features of a value.
+    """
+
+    rank: int = config_field(0, "latent_rank", 0)
+    query_rank: int = config_field(0, "latent_query_rank", 0)
+    rotary_size: int = config_field(0, "latent_rotary_size", 0)
+    value_size: int = config_field(0, "latent_value_size", 0)
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            refuse(self, "rank", "at least 1, such as 512, or 0 for ordinary attention")
+        if self.query_rank < 0:
+            refuse(self, "query_rank", "at least 1, such as 1536, or 0 for none")
+        for field in ("rotary_size", "value_size"):
+            if self.rank and getattr(self, field) < 1:
+                refuse(self, field, "at least 1 with rank")
+        for field in ("query_rank", "rotary_size", "value_size"):
+            if not self.rank and getattr(self, field):
+                refuse(self, field, "0 without rank")
+        if self.rotary_size % 2:
+            refuse(self, "rotary_size", "an even number, because features are rotated in pairs")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -51,6 +87,7 @@ class Attention(FieldGroup):
       sinks: Whether each query head has a learned score, its *sink*, that takes a share of the
         softmax: the weights of the keys sum to less than 1 (Xiao et al.,
         https://arxiv.org/abs/2309.17453). Only the kind `"blockwise"` has sinks.
+      latent: The sizes of multi-head latent attention, see `Latent`; none by default.
     """
 
     kind: AttentionKind = config_field("", "attention", choices=ATTENTION_KINDS, required=True)
@@ -62,6 +99,7 @@ class Attention(FieldGroup):
     qkv_bias: bool = config_field(False)
     out_bias: bool = config_field(False, "attention_out_bias")
     sinks: bool = config_field(False, "attention_sinks")
+    latent: Latent = Latent()
 
     def __post_init__(self) -> None:
         if self.window < 0:
@@ -77,6 +115,10 @@ class Attention(FieldGroup):
         if not self.soft_cap >= 0:
             refuse(self, "soft_cap", "more than 0, such as 50, or 0 for none")
         refuse_unknown(self, "kind", ATTENTION_KINDS)
+        if self.latent.rank:
+            for field in ("query_key_norm", "qkv_bias", "out_bias", "sinks"):
+                if getattr(self, field):
+                    refuse(self, field, "False with a latent, whose queries and keys have none")
         if self.sinks and self.kind not in ("", "blockwise"):
             refuse(self, "kind", "'blockwise', the only kind that has sinks, or ''")
 
@@ -137,6 +179,9 @@ class Split(FieldGroup):
         return 1 if self.sequence_parallel else None
 
 
+ROTARY = Rotary()
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """The configuration of a layer, which a `Transformer` makes from its own fields in each call.
@@ -155,6 +200,7 @@ class LayerConfig:
       annotate: Whether the dims of parameters have names.
       attention: See `Attention`.
       norm: See `Norm`.
+      rotary: See `Rotary`.
       experts: See `Experts`.
       split: See `Split`.
       context: How sequences are split over devices.
@@ -172,6 +218,7 @@ class LayerConfig:
     annotate: bool = False
     attention: Attention = Attention()
     norm: Norm = Norm()
+    rotary: Rotary = ROTARY
     experts: Experts = Experts()
     split: Split = Split()
     context: Context = Context()

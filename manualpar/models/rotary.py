@@ -80,12 +80,17 @@ class Rotary(FieldGroup):
       local_base: The base in the layers with a window, if layers are of two kinds; 0 for the base
         of the other layers.
       scaling: Slows rotations down. With layers of two kinds only the layers that see all positions
-        are scaled.
+        are scaled, unless `scales_local` is set.
+      interleaved: Whether feature `2 i` is paired with `2 i + 1`, and not `i` with `i + H/2`.
+      scales_local: Whether `scaling` slows the layers with a window down too, if layers are of two
+        kinds.
     """
 
     base: float = config_field(10_000.0, "rope_base", 1, required=True)
     local_base: float = config_field(0.0, "local_rope_base", 0)
     scaling: RotaryScaling = NO_SCALING
+    interleaved: bool = config_field(False, "rope_interleaved")
+    scales_local: bool = config_field(False, "rope_scales_local")
 
     def __post_init__(self) -> None:
         if not self.base > 1:
@@ -111,17 +116,22 @@ def rotary_angles(
     return jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
 
 
-def rotate(x: jax.Array, angles: jax.Array, *, scale: float = 1.0) -> jax.Array:
+def rotate(
+    x: jax.Array, angles: jax.Array, *, scale: float = 1.0, interleaved: bool = False
+) -> jax.Array:
     """Turns pairs of the features of `[B, S, N, H]`, queries or keys, by `rotary_angles`.
 
     So the product of a query and a key depends only on the difference of their positions. Feature
     `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints. The result is
-    computed in float32, multiplied by `scale`, and cast to the dtype of `x`.
+    computed in float32, multiplied by `scale`, and cast to the dtype of `x`. If `interleaved`,
+    feature `2 i` is paired with `2 i + 1`, and the result has the turned pairs as `i` and
+    `i + H/2`. Queries and keys are reordered alike, so that their products are the same.
     """
     angles = angles.reshape(-1, angles.shape[-2], 1, angles.shape[-1])
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if scale != 1.0:
         sin, cos = scale * sin, scale * cos
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    x32 = x.astype(jnp.float32)
+    first, second = (x32[..., ::2], x32[..., 1::2]) if interleaved else jnp.split(x32, 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -45,10 +45,11 @@ from manualpar.models.layer_config import (
     Split,
 )
 from manualpar.models.layer_stack import REMAT_POLICIES, Angles, run_layers
-from manualpar.models.rotary import Rotary, rotary_angles
+from manualpar.models.rotary import NO_SCALING, Rotary, rotary_angles
 from manualpar.models.transformer_fields import (
     check_transformer,
     size_of_head,
+    size_of_rotation,
     size_of_vocabulary,
     tokens_and_documents,
 )
@@ -69,11 +70,11 @@ class Transformer(nn.Module):
     `mlp/up/kernel` `[D, F]`, `mlp/down/kernel` `[F, D]`. A layer with experts has the parameters of
     a `MoE`, `experts`, in place of `mlp`. The layers are `layer_0`, `layer_1`, .... Scanned layers
     are `layers`, each leaf has a leading dimension `L`, and the first `experts.dense_layers` layers
-    are separate. Some fields of the model add `attention/query/bias` `[N, H]`, `attention/key/bias`
-    and `attention/value/bias` `[K, H]`; `attention/out/bias` `[D]`; `attention/sinks` `[N]`;
-    `attention/query_norm/scale` and `attention/key_norm/scale` `[H]`; `attention_post_norm/scale`
-    and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds form groups, see
-    `manualpar.models.layer_stack`.
+    are separate. Latent attention has the parameters of a `LatentAttention`. Some fields of the
+    model add `attention/query/bias` `[N, H]`, `attention/key/bias` and `attention/value/bias`
+    `[K, H]`; `attention/out/bias` `[D]`; `attention/sinks` `[N]`; `attention/query_norm/scale` and
+    `attention/key_norm/scale` `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`.
+    Scanned layers of two kinds form groups, see `manualpar.models.layer_stack`.
 
     Initial weights are normally distributed with variance 1 / inputs. For weights whose product is
     added to the residual stream, the variance is divided by 2 L, so that the stream does not grow
@@ -242,12 +243,14 @@ class Transformer(nn.Module):
         return head_cross_entropy(x_BSD, head_DV, labels, **of_head)
 
     def _angles(self, positions: jax.Array) -> Angles:
-        rotary, size = self.rotary, size_of_head(self)
+        rotary, size = self.rotary, size_of_rotation(self)
         angles_SH = rotary_angles(positions, size, base=rotary.base, scaling=rotary.scaling)
         if not self.attention.global_every:
             return Angles(angles_SH, angles_SH)
         local_base = rotary.local_base or rotary.base
-        return Angles(angles_SH, rotary_angles(positions, size, base=local_base))
+        scaling = rotary.scaling if rotary.scales_local else NO_SCALING
+        local_SH = rotary_angles(positions, size, base=local_base, scaling=scaling)
+        return Angles(angles_SH, local_SH)
 
     def _layer_config(self, *, train: bool) -> LayerConfig:
         return LayerConfig(
@@ -263,6 +266,7 @@ class Transformer(nn.Module):
             dtype=jnp.dtype(self.dtype),
             attention=self.attention,
             norm=self.norm,
+            rotary=self.rotary,
             experts=self.experts,
             split=self.split,
             context=self.context,

@@ -29,7 +29,7 @@ from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.moe.moe import MoE, capacity_of
 from manualpar.models.layer_stack import scanned_layers
 from manualpar.models.transformer import Transformer
-from manualpar.models.transformer_fields import size_of_head
+from manualpar.models.transformer_fields import size_of_head, size_of_value
 
 # How many copies of a loop's body a program contains. Before Flax 0.12.9 there is a second, unused
 # copy, which `nn.scan` traces to find results that no iteration changes.
@@ -162,6 +162,13 @@ class MinibatchCollectives:
             head_norms = (size_of_head(model),) * 2 * model.attention.query_key_norm
             norms: Any = {"post_norms": model.norm.post, "head_norms": head_norms}
             norms["out_biases"] = int(model.attention.out_bias)
+            if (latent := model.attention.latent).rank:
+                of_keys, of_queries = latent.rank + latent.rotary_size, latent.query_rank
+                norms["latents"] = of_queries or model.hidden_size, of_keys
+                queries = (of_queries,) * bool(of_queries)
+                norms["latent_norms"] = *queries, latent.rank
+                norms["latent_kernels"] = *queries, of_keys
+                norms["dtype"] = parameter_dtype
             self.layer += block_collectives(x, **norms, **runs)
             self.dense_layer += self.layer
             if experts.num_experts:
@@ -182,7 +189,7 @@ class MinibatchCollectives:
             # If there are fewer heads than devices, devices share heads.
             numbers = model.num_heads, model.num_kv_heads or model.num_heads
             queries, keys = (max(number // parts, 1) for number in numbers)
-            heads = queries, keys, size_of_head(model)
+            heads = queries, keys, max(size_of_head(model), size_of_value(model))
             how = model.context.how
             of_attention = list(attention_collectives(x, how, heads=heads, **runs))
             self.layer += of_attention

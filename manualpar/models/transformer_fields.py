@@ -23,6 +23,27 @@ def size_of_head(model: "Transformer") -> int:
     return model.head_size or model.hidden_size // model.num_heads
 
 
+def size_of_rotation(model: "Transformer") -> int:
+    """Returns the features of a head that are rotated."""
+    return model.attention.latent.rotary_size or size_of_head(model)
+
+
+def size_of_value(model: "Transformer") -> int:
+    """Returns the features of a head's value."""
+    return model.attention.latent.value_size or size_of_head(model)
+
+
+def attention_weights(model: "Transformer") -> int:
+    """Counts the weights of a layer's attention that multiply each token."""
+    D, N, H, V = model.hidden_size, model.num_heads, size_of_head(model), size_of_value(model)
+    latent = model.attention.latent
+    if not latent.rank:
+        return 2 * D * H * (N + (model.num_kv_heads or N))  # Query and out; key and value.
+    query = latent.query_rank * (D + N * H) if latent.query_rank else D * N * H
+    of_keys = latent.rank * N * (H - latent.rotary_size + V)
+    return query + D * (latent.rank + latent.rotary_size) + of_keys + N * V * D
+
+
 def size_of_vocabulary(model: "Transformer") -> int:
     """Returns the rows of the embedding, `V`: a multiple of `vocab_multiple`."""
     return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
@@ -45,10 +66,10 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
 
     The count follows appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P`
     for the `P` weights that a token is multiplied with, and `12 L N H S` for attention's two
-    products of every query with every key. Recomputation does not count. Scores hidden by a causal
-    mask or by document borders count as if they were computed. The experts that a token chooses
-    count, even if they have no room for the token. Shared experts count too. Norms, softmax and the
-    lookup of embeddings do not count.
+    products of every query with every key (`6 L N (H + H') S` if a value has `H'` features).
+    Recomputation does not count. Scores hidden by a causal mask or by document borders count as if
+    they were computed. The experts that a token chooses count, even if they have no room for the
+    token. Shared experts count too. Norms, softmax and the lookup of embeddings do not count.
 
     Args:
       model: The model.
@@ -63,18 +84,17 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     """
     check_transformer(model)
     size = size_of_head(model)
-    heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)  # q, out; k, v.
     experts, mlp = model.experts, 3 * model.mlp_size
     dense = 3 * (experts.dense_mlp_size or model.mlp_size)
     if experts.num_experts:
         mlp = experts.top_k * mlp + experts.num_experts
         mlp += 3 * experts.shared_size + experts.shared_is_gated
     mlps = experts.dense_layers * dense + (model.num_layers - experts.dense_layers) * mlp
-    inside = model.num_layers * heads * size + mlps
-    weights = model.hidden_size * (inside + size_of_vocabulary(model))
+    weights = model.hidden_size * (mlps + size_of_vocabulary(model))
+    weights += model.num_layers * attention_weights(model)
     kinds = layers_by_window(model)
     seen = sum(layers * min(sequence_length, window or sequence_length) for window, layers in kinds)
-    return 6 * weights + 12 * model.num_heads * size * seen
+    return 6 * weights + 6 * model.num_heads * (size + size_of_value(model)) * seen
 
 
 def check_transformer(model: "Transformer") -> None:
@@ -114,6 +134,8 @@ def _check_groups(model: "Transformer") -> None:
     """Refuses groups that do not fit the model, or each other."""
     attention, experts, split, context = model.attention, model.experts, model.split, model.context
 
+    latent = attention.latent
+
     def refuse_in(group: str, field: str, expected: str) -> None:
         value = getattr(getattr(model, group), field)
         raise ValueError(f"Transformer: {group}.{field} is {value!r}, expected {expected}.")
@@ -127,6 +149,15 @@ def _check_groups(model: "Transformer") -> None:
             f"False with split.axis={split.axis!r}: logical axis rules choose how parameters "
             "are stored, but split.axis fixes how split parameters are stored",
         )
+    if latent.rank:
+        if model.num_kv_heads not in (0, model.num_heads):
+            expected = f"num_heads={model.num_heads}, or 0"
+            refuse(model, "num_kv_heads", expected)
+        if size_of_head(model) <= latent.rotary_size:
+            expected = f"more than attention.latent.rotary_size={latent.rotary_size}"
+            refuse(model, "head_size", expected)
+        if split.overlap != "none":
+            refuse_in("split", "overlap", "'none' with attention.latent")
     if context.axis and context.axis == split.axis:
         refuse_in("context", "axis", f"another axis than split.axis={split.axis!r}")
     if model.rotary.local_base and not attention.global_every:

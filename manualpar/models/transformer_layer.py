@@ -62,8 +62,15 @@ class Layer(nn.Module):
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
-        y_BSD = enter_normalized(x_BSD, "attention_norm", config)
-        y_BSD = SelfAttention(config, name="attention")(y_BSD, angles_SH, document_BS, rows)
+        if config.attention.latent.rank:
+            from manualpar.models.latent_attention import LatentAttention  # It imports this module.
+
+            y_BSD = normalize(x_BSD, "attention_norm", config)
+            attention: nn.Module = LatentAttention(config, name="attention")
+        else:
+            y_BSD = enter_normalized(x_BSD, "attention_norm", config)
+            attention = SelfAttention(config, name="attention")
+        y_BSD = attention(y_BSD, angles_SH, document_BS, rows)
         if config.norm.post:
             y_BSD = normalize(y_BSD, "attention_post_norm", config)
         x_BSD = x_BSD + drop(y_BSD)
@@ -98,7 +105,7 @@ class SelfAttention(nn.Module):
         out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
 
         def project(shape: tuple[int, ...], dim_names: DimNames, name: str) -> jax.Array:
-            product = _product(config, shape, dim_names, use_bias=how.qkv_bias, name=name)
+            product = make_product(config, shape, dim_names, use_bias=how.qkv_bias, name=name)
             return whole_sequence(product(x_BSD))
 
         query_BSNH, key_BSKH = project(*query, "query"), project(*key, "key")
@@ -107,8 +114,10 @@ class SelfAttention(nn.Module):
             key_BSKH = _norm("key_norm", None, config)(key_BSKH)
         # Attention multiplies scores by `H ** -0.5`, so `how.scale` is divided by this factor.
         scale = how.scale * config.head_size**0.5 or 1.0
-        query_BSNH = rotate(query_BSNH, angles_SH, scale=scale)
-        key_BSKH = rotate(key_BSKH, angles_SH)
+        query_BSNH = rotate(
+            query_BSNH, angles_SH, scale=scale, interleaved=config.rotary.interleaved
+        )
+        key_BSKH = rotate(key_BSKH, angles_SH, interleaved=config.rotary.interleaved)
         value_BSKH = project(*key, "value")
         sinks_N = _sinks(self, config)
         if isinstance(rows, Past):
@@ -136,7 +145,7 @@ class SelfAttention(nn.Module):
                     x = keep_prompts(x, rows, window)
                 self.put_variable(NEW_KEYS, name, x)
         of_out: Any = {"scale": config.added_scale, "use_bias": how.out_bias, "name": "out"}
-        leave = _product(config, *out, contracted=2, **of_out)
+        leave = make_product(config, *out, contracted=2, **of_out)
         return leave(mixed_BSNH)
 
 
@@ -151,9 +160,9 @@ class GatedMLP(nn.Module):
         config, hidden_size = self.config, self.config.hidden_size
         into = (hidden_size, config.mlp_size), ("embed", "mlp")
         out = (config.mlp_size, hidden_size), ("mlp", "embed")
-        gate_BSF = _product(config, *into, name="gate")(x_BSD)
-        up_BSF = _product(config, *into, name="up")(x_BSD)
-        down = _product(config, *out, scale=config.added_scale, name="down")
+        gate_BSF = make_product(config, *into, name="gate")(x_BSD)
+        up_BSF = make_product(config, *into, name="up")(x_BSD)
+        down = make_product(config, *out, scale=config.added_scale, name="down")
         activate = ACTIVATIONS[config.activation]
         # With `overlap="ring"`, `gate_BSF` and `up_BSF` are `Chunks`.
         return down(jax.tree.map(lambda gate, up: activate(gate) * up, gate_BSF, up_BSF))
@@ -247,7 +256,7 @@ def _experts(config: LayerConfig) -> MoE:
     )
 
 
-def _product(
+def make_product(
     config: LayerConfig,
     shape: tuple[int, ...],
     dim_names: DimNames,

@@ -26,6 +26,8 @@ from manualpar.layers.attention.blockwise_attention import MASKED, Scoring
 # The collection of the cached keys and values, and the collection of the keys and values that a
 # call adds.
 CACHE, NEW_KEYS = "cache", "new_keys"
+# The name of the cached latents of multi-head latent attention, which all heads share.
+LATENT = "latent"
 
 
 @flax.struct.dataclass
@@ -156,4 +158,4 @@ def attend_to_kept(
     added = {"preferred_element_type": jnp.float32}
     out = jnp.einsum("bkgc,bckh->bkgh", weights[..., :-1], values_BCKH, **added)
     out += jnp.einsum("bkgo,bokh->bkgh", weights[..., -1:], value, **added)
-    return out.reshape(B, 1, N, H).astype(query.dtype)
+    return out.reshape(B, 1, N, -1).astype(query.dtype)

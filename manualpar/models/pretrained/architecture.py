@@ -8,6 +8,7 @@ Version 5 of transformers writes `rope_parameters` and `layer_types`. Older vers
 `rope_theta`, `rope_scaling` and other keys. Both kinds of files are supported.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,7 +18,13 @@ from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields, nest_fields
 from manualpar.models.pretrained.decoded_files import quantization_of
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
-from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
+from manualpar.models.pretrained.families import (
+    ALIASES,
+    DENSE_FIRST,
+    FAMILIES,
+    UNUSED_KEYS,
+    Family,
+)
 from manualpar.system.storage import GivenPath, user_path
 from manualpar.system.storage.untrusted import read_object
 
@@ -35,6 +42,7 @@ ROPE_FACTORS = {
 }
 # Families with experts in all layers, and no keys for dense layers.
 WITHOUT_DENSE_LAYERS = ("mixtral", "gpt_oss")
+NULLABLE = ("q_lora_rank",)  # Keys for which `null` is no default, but stands for 0.
 LARGEST = 2**31  # Every size in a config must be smaller, and `num_layers` at most `DEEPEST`.
 DEEPEST = 10_000
 
@@ -107,6 +115,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
         raise ValueError(f"{where}: {error}.") from None
     keys.left.pop("quantization_config", None)
     name = keys.get("model_type", "")
+    name = ALIASES.get(name, name) if isinstance(name, str) else name
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise keys.refuse("model_type", name, f"one of {', '.join(map(repr, FAMILIES))}")
@@ -116,8 +125,12 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     fields: dict[str, Any] = dict(family.fixed)
     if name == "qwen3_moe" and "num_local_experts" in keys.left:
         keys.left["num_experts"] = keys.left.pop("num_local_experts")
+    if name == "deepseek_v2":
+        _read_groups_of_v2(keys)
     for key, field in family.keys.items():
         fields[field] = _value(keys, key, field, family)
+    if "latent_rank" in fields:
+        fields |= _latent(keys, fields)
     fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]
     fields["head_size"] = fields["head_size"] or fields["hidden_size"] // fields["num_heads"]
     if not fields["head_size"]:
@@ -125,7 +138,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
         raise keys.refuse(
             "hidden_size", fields["hidden_size"], f"at least 1 for each of {heads} heads"
         )
-    if "attention_scale" in fields:
+    if "query_pre_attn_scalar" in family.keys:
         fields["attention_scale"] = fields["attention_scale"] ** -0.5
     activation = keys.take(family.activation_key, next(iter(ACTIVATIONS)))
     if family.activation_key != "hidden_act":
@@ -155,7 +168,7 @@ def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
     """Reads the value of `key`, which sets the field `field` of the `Transformer`."""
     default = DEFAULTS[field]
     value = keys.take(key, *([family.defaults[key]] if key in family.defaults else []))
-    if value is None and family.defaults.get(key, 0) is None:
+    if value is None and (family.defaults.get(key, 0) is None or key in NULLABLE):
         return 0.0 if isinstance(default, float) else 0
     if isinstance(default, bool):
         return keys.check(key, value, bool, lambda x: True, "true or false")
@@ -181,11 +194,12 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
         return {}
     size = keys.take("intermediate_size", fields["mlp_size"])
     num_layers, more = fields["num_layers"], dict[str, Any]()
-    if family == "dots1":
-        dense = keys.take("first_k_dense_replace", 0)
+    if family in DENSE_FIRST:
+        default, default_shared = DENSE_FIRST[family]
+        dense = keys.take("first_k_dense_replace", default)
         fits = "fewer than all layers"
         keys.check("first_k_dense_replace", dense, int, lambda x: 0 <= x < num_layers, fits)
-        shared = keys.take("n_shared_experts", None)
+        shared = keys.take("n_shared_experts", default_shared)
         shared = 0 if shared is None else shared
         keys.check("n_shared_experts", shared, int, lambda x: 0 <= x < LARGEST, "0 or more")
         more["shared_experts_size"] = shared * fields["mlp_size"]
@@ -199,6 +213,35 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
     if dense:
         keys.check("intermediate_size", size, int, lambda x: 0 < x < LARGEST, "1 or more")
     return more | {"dense_layers": dense, "dense_mlp_size": size if dense else 0}
+
+
+def _latent(keys: "_Keys", fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the size of heads with latent attention, and YaRN's factor of its scores."""
+    for key in ("head_dim", "qk_head_dim"):
+        keys.left.pop(key, None)  # Sums of other keys, which transformers writes.
+    size = keys.take("qk_nope_head_dim", 128)
+    keys.check("qk_nope_head_dim", size, int, lambda x: 0 < x < LARGEST, "1 or more")
+    heads, kv_heads = fields["num_heads"], fields["num_kv_heads"] or fields["num_heads"]
+    if kv_heads != heads:
+        raise keys.refuse("num_key_value_heads", kv_heads, f"num_attention_heads={heads}")
+    size += fields["latent_rotary_size"]
+    given = keys.get("rope_parameters", None) or keys.get("rope_scaling", None) or {}
+    mscale = 1.0
+    if isinstance(given, dict) and given.get("rope_type", given.get("type", "default")) == "yarn":
+        all_dims, factor = given.get("mscale_all_dim") or 0.0, given.get("factor", 1.0)
+        keys.check("rope_scaling.mscale_all_dim", all_dims, float, lambda x: x >= 0, "0 or more")
+        keys.check("rope_scaling.factor", factor, float, lambda x: x >= 1, "1 or more")
+        mscale = 0.1 * all_dims * math.log(factor) + 1.0
+    return {"head_size": size, "attention_scale": size**-0.5 * mscale**2}
+
+
+def _read_groups_of_v2(keys: "_Keys") -> None:
+    """Replaces the keys by which DeepSeek-V2 chooses groups of experts with those of V3."""
+    method = keys.take("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise keys.refuse("topk_method", method, "'greedy' or 'group_limited_greedy'")
+    if method == "greedy":
+        keys.left |= {"n_group": 1, "topk_group": 1}
 
 
 def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:

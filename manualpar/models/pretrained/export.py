@@ -30,6 +30,7 @@ from manualpar.models.finetuning.merging import given_variables, is_adapter
 from manualpar.models.pretrained.architecture import read_architecture, read_config
 from manualpar.models.pretrained.decoded_files import open_tensor_files, quantization_of
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
+from manualpar.models.pretrained.families import ALIASES
 from manualpar.models.pretrained.model_config import architecture_of, write_config
 from manualpar.models.pretrained.sources import check_same_model, transformer_of
 from manualpar.models.pretrained.target import ExportTarget, open_target
@@ -172,7 +173,8 @@ def _plan(
         for path, leaf in zip(paths, leaves, strict=True)
         if not is_adapter(path)  # Adapters are merged into their kernels.
     }
-    pieces = pieces_of_transformer(config["model_type"], shapes)
+    name = config["model_type"]
+    pieces = pieces_of_transformer(ALIASES.get(name, name), shapes)
     tensors = []
     for path, leaf in zip(paths, leaves, strict=True):
         for piece in pieces.get(path, ()):

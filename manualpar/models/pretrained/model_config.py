@@ -19,7 +19,7 @@ from manualpar.models.pretrained.architecture import (
     Architecture,
     parse_architecture,
 )
-from manualpar.models.pretrained.families import FAMILIES
+from manualpar.models.pretrained.families import DENSE_FIRST, FAMILIES
 from manualpar.models.transformer_fields import size_of_head
 
 # The flat names of the fields that a config describes. The other fields only choose how the same
@@ -120,11 +120,17 @@ def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         named = ROPE_FACTORS if kind == "llama3" else {"factor": "rope_factor"}
         config["rope_scaling"] = {"rope_type": kind}
         config["rope_scaling"] |= {key: fields[field] for key, field in named.items()}
-    if dense := fields.get("dense_layers"):
-        if name == "dots1":
-            config["first_k_dense_replace"] = dense
-        else:
-            config["mlp_only_layers"] = list(range(dense))
-    if name == "dots1":
+    dense = fields.get("dense_layers")
+    if name in DENSE_FIRST:
+        config["first_k_dense_replace"] = dense or 0
+    elif dense:
+        config["mlp_only_layers"] = list(range(dense))
+    if "kv_lora_rank" in config:
+        config["qk_nope_head_dim"] = fields["head_size"] - fields["latent_rotary_size"]
+        config["q_lora_rank"] = fields["latent_query_rank"] or None
+    if name == "deepseek_v2":
+        grouped = fields["expert_groups"] > 1
+        config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+    if name in DENSE_FIRST:
         config["n_shared_experts"] = fields.get("shared_experts_size", 0) // fields["mlp_size"]
     return config

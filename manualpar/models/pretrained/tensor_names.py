@@ -130,11 +130,24 @@ GPT_OSS: Mapping[str, Rule] = {
     "experts/up_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F 1:2)"),
     "experts/down_bias": Rule("mlp.experts.down_proj_bias", "E D -> E D"),
 }
+# Multi-head latent attention. With a latent of queries, `WITH_QUERY_LATENT` is added.
+DEEPSEEK: Mapping[str, Rule] = {
+    "attention/latent/kernel": Rule("self_attn.kv_a_proj_with_mqa.weight", "D R -> R D"),
+    "attention/latent_norm/scale": Rule("self_attn.kv_a_layernorm.weight"),
+    "attention/expand/kernel": Rule("self_attn.kv_b_proj.weight", "R N H -> (N H) R"),
+    "attention/query_latent/kernel": Rule("self_attn.q_a_proj.weight", "D Q -> Q D"),
+    "attention/query_latent_norm/scale": Rule("self_attn.q_a_layernorm.weight"),
+}
+WITH_QUERY_LATENT: Mapping[str, Rule] = {
+    "attention/query/kernel": Rule("self_attn.q_b_proj.weight", "Q N H -> (N H) Q"),
+}
 # The rules that differ from `LAYER` in some families, by the `model_type` of the family.
 OWN: Mapping[str, Mapping[str, Rule]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "gpt_oss": GPT_OSS,
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
@@ -168,6 +181,8 @@ def pieces_of_transformer(
     lengths = {shapes[path][0] for path, found in modules.items() if not found["own"]}
     in_scan = list(itertools.islice(unused, max(lengths, default=0) * len(scanned)))
     rules = {**TOP, **LAYER, **OWN.get(family, {})}
+    if any(path.endswith("attention/query_latent/kernel") for path in shapes):
+        rules |= WITH_QUERY_LATENT
     pieces = {}
     for path, shape in shapes.items():
         found = modules.get(path)

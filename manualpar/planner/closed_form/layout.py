@@ -195,6 +195,7 @@ def check_closed_form(model: Transformer) -> None:
         "shared_experts_size": 0,
         "dense_layers": 0,
         "expert_biases": False,
+        "latent_rank": 0,
     }
     if model.experts.num_experts and not model.experts.capacity_factor:
         expected |= {"capacity_factor": 1.25}
@@ -203,8 +204,8 @@ def check_closed_form(model: Transformer) -> None:
         if (got := fields[field]) != value:
             raise ValueError(
                 f"plan: config.model.{field} is {got}, expected {value} in an estimate in closed "
-                "form, which covers neither dense layers before layers with experts, nor shared "
-                "experts, nor biases of experts, nor experts without a capacity"
+                "form, which covers neither latent attention, nor dense layers before layers with "
+                "experts, nor shared experts, nor biases of experts, nor experts without a capacity"
             )
 
 

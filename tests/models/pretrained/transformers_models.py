@@ -213,6 +213,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 3}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+}
 # Those of Qwen and dots.llm1 have a dense layer first; the routing of the last is DeepSeek's.
 WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5, "num_hidden_layers": 2}),
@@ -255,6 +261,37 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
             "norm_topk_prob": True,
             "head_dim": 4,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        OF_EXPERTS
+        | LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 3.0,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "v_head_dim": 10,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        OF_EXPERTS
+        | LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 12,
+            "v_head_dim": 4,
+            "num_mtp_layers": 0,
         },
     ),
 }
