@@ -74,7 +74,7 @@ class LatentAttention(nn.Module):
         def turn(x_BSNH: jax.Array) -> jax.Array:
             """Rotates the last `P` features."""
             still, turned = jnp.split(x_BSNH, [x_BSNH.shape[-1] - P], axis=-1)
-            turned = rotate(turned, angles_SH, interleaved=config.rotary.interleaved)
+            turned = rotate(turned, angles_SH, rotary=config.rotary)
             return jnp.concatenate([still, turned], axis=-1)
 
         if latent.query_rank:

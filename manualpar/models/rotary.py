@@ -89,7 +89,7 @@ class Rotary(FieldGroup):
     base: float = config_field(10_000.0, "rope_base", 1, required=True)
     local_base: float = config_field(0.0, "local_rope_base", 0)
     scaling: RotaryScaling = NO_SCALING
-    interleaved: bool = config_field(False, "rope_interleaved")
+    interleaved: bool = config_field(False, "rotary_interleaved")
     scales_local: bool = config_field(False, "rope_scales_local")
 
     def __post_init__(self) -> None:
@@ -117,13 +117,13 @@ def rotary_angles(
 
 
 def rotate(
-    x: jax.Array, angles: jax.Array, *, scale: float = 1.0, interleaved: bool = False
+    x: jax.Array, angles: jax.Array, *, scale: float = 1.0, rotary: Rotary = Rotary()
 ) -> jax.Array:
     """Turns pairs of the features of `[B, S, N, H]`, queries or keys, by `rotary_angles`.
 
     So the product of a query and a key depends only on the difference of their positions. Feature
     `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints. The result is
-    computed in float32, multiplied by `scale`, and cast to the dtype of `x`. If `interleaved`,
+    computed in float32, multiplied by `scale`, and cast to the dtype of `x`. If interleaved,
     feature `2 i` is paired with `2 i + 1`, and the result has the turned pairs as `i` and
     `i + H/2`. Queries and keys are reordered alike, so that their products are the same.
     """
@@ -132,6 +132,8 @@ def rotate(
     if scale != 1.0:
         sin, cos = scale * sin, scale * cos
     x32 = x.astype(jnp.float32)
-    first, second = (x32[..., ::2], x32[..., 1::2]) if interleaved else jnp.split(x32, 2, axis=-1)
+    first, second = (
+        (x32[..., ::2], x32[..., 1::2]) if rotary.interleaved else jnp.split(x32, 2, axis=-1)
+    )
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -114,10 +114,8 @@ class SelfAttention(nn.Module):
             key_BSKH = _norm("key_norm", None, config)(key_BSKH)
         # Attention multiplies scores by `H ** -0.5`, so `how.scale` is divided by this factor.
         scale = how.scale * config.head_size**0.5 or 1.0
-        query_BSNH = rotate(
-            query_BSNH, angles_SH, scale=scale, interleaved=config.rotary.interleaved
-        )
-        key_BSKH = rotate(key_BSKH, angles_SH, interleaved=config.rotary.interleaved)
+        query_BSNH = rotate(query_BSNH, angles_SH, scale=scale, rotary=config.rotary)
+        key_BSKH = rotate(key_BSKH, angles_SH, rotary=config.rotary)
         value_BSKH = project(*key, "value")
         sinks_N = _sinks(self, config)
         if isinstance(rows, Past):

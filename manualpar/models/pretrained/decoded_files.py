@@ -13,7 +13,7 @@ decoded model is exported in bfloat16.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,15 +31,27 @@ FP4_VALUES = np.concatenate([FP4, -FP4])
 FP8 = "F8_E4M3"
 
 
-def quantization_of(config: Mapping[str, Any]) -> str:
-    """Returns the method by which a `config.json` says that weights are quantized; `""` for none.
+class Quantization(NamedTuple):
+    """How the weights in files are quantized.
+
+    Attributes:
+      method: One of `METHODS`; `""` if weights are plain numbers.
+      block: The rows and columns of a block, for `"fp8"`.
+    """
+
+    method: str = ""
+    block: tuple[int, int] = (128, 128)
+
+
+def quantization_of(config: Mapping[str, Any]) -> Quantization:
+    """Reads how a `config.json` says that weights are quantized.
 
     Raises:
       ValueError: The method is none that this module decodes.
     """
     found = config.get("quantization_config")
     if not found:
-        return ""
+        return Quantization()
     method = found.get("quant_method") if isinstance(found, Mapping) else found
     if method not in METHODS:
         raise ValueError(
@@ -47,7 +59,14 @@ def quantization_of(config: Mapping[str, Any]) -> str:
             f"{', '.join(map(repr, METHODS))}, whose codes are decoded on import. Dequantize the "
             "model with the library that quantized it"
         )
-    return str(method)
+    block = found.get("weight_block_size", (128, 128))
+    is_pair = isinstance(block, (list, tuple)) and len(block) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in block):
+        raise ValueError(
+            f"quantization_config.weight_block_size is {printable(repr(block))}, expected the rows "
+            "and columns of a block, such as [128, 128], because only blocks are decoded"
+        )
+    return Quantization(str(method), (block[0], block[1]))
 
 
 class DecodedFiles(TensorFiles):
@@ -56,13 +75,14 @@ class DecodedFiles(TensorFiles):
     The attributes are those of `TensorFiles`; they show the decoded tensors.
     """
 
-    def __init__(self, directory: Path, method: str) -> None:
-        """Opens all files; `method` is what `quantization_of` returns.
+    def __init__(self, directory: Path, quantization: Quantization) -> None:
+        """Opens all files.
 
         Raises:
           ValueError: See `TensorFiles`; or codes and scales do not fit each other.
         """
         super().__init__(directory)
+        method, self._block = quantization
         self._stored = dict(self.shapes)
         self._sources: dict[str, tuple[str, str]] = {}  # Tensor -> its codes and its scales.
         for name in list(self.shapes):
@@ -98,26 +118,17 @@ class DecodedFiles(TensorFiles):
 
     def _show_fp8(self, codes: str) -> None:
         scales, shape = codes + FACTORS, self.shapes[codes]
-        self._check(codes, scales, {"float32", "bfloat16"}, None)
-        grid = self.shapes[scales]
-        if len(grid) != len(shape) or any(
-            not n or size < n for size, n in zip(shape, grid, strict=True)
-        ):
-            raise ValueError(
-                f"{scales} has the shape {list(grid)}, expected factors for blocks of {codes}, "
-                f"{list(shape)}."
-            )
+        grid = tuple(-(-size // by) for size, by in zip(shape, self._block, strict=False))
+        self._check(codes, scales, {"float32", "bfloat16"}, grid)
         self._show(codes, codes, scales, shape)
 
-    def _check(
-        self, codes: str, scales: str, dtypes: set[str], shape: tuple[int, ...] | None
-    ) -> None:
+    def _check(self, codes: str, scales: str, dtypes: set[str], shape: tuple[int, ...]) -> None:
         found = self.dtypes.get(scales), self.shapes.get(scales)
-        if found[0] not in dtypes or (shape is not None and found[1] != shape):
+        if found[0] not in dtypes or found[1] != shape:
             raise ValueError(
-                f"{codes} has the scales {scales}: {found[0]}{list(found[1] or ())}, expected "
-                f"{' or '.join(sorted(dtypes))}{'' if shape is None else list(shape)}; the codes "
-                "cannot be decoded. Fetch all files of the model again."
+                f"{codes}, {list(self.shapes[codes])}, has the scales {scales}: {found[0]}"
+                f"{list(found[1] or ())}, expected {' or '.join(sorted(dtypes))}{list(shape)}; the "
+                "codes cannot be decoded. Fetch all files of the model again."
             )
 
     def _read_mxfp4(self, codes: str, scales: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -137,14 +148,16 @@ class DecodedFiles(TensorFiles):
 
     def _read_fp8(self, codes: str, scales: str, index: tuple[slice, ...]) -> np.ndarray:
         value = super().read(codes, index).astype(np.float32)
-        grid, which = self._stored[scales], []
-        for part, size, blocks in zip(index, self._stored[codes], grid, strict=True):
-            which.append(np.arange(size)[part] // -(-size // blocks))
-        every = tuple(slice(0, blocks) for blocks in grid)
+        sizes = self._stored[codes]
+        rows, columns = (
+            np.arange(size)[part] // by
+            for part, size, by in zip(index, sizes, self._block, strict=True)
+        )
+        every = tuple(slice(0, blocks) for blocks in self._stored[scales])
         factors = super().read(scales, every).astype(np.float32)
-        return (value * factors[np.ix_(*which)]).astype(jnp.dtype(DECODED))
+        return (value * factors[np.ix_(rows, columns)]).astype(jnp.dtype(DECODED))
 
 
-def open_tensor_files(directory: Path, method: str) -> TensorFiles:
-    """Opens the tensors of a directory; decodes them if they are quantized by `method`."""
-    return DecodedFiles(directory, method) if method else TensorFiles(directory)
+def open_tensor_files(directory: Path, quantization: Quantization) -> TensorFiles:
+    """Opens the tensors of a directory; decodes them if they are quantized."""
+    return DecodedFiles(directory, quantization) if quantization.method else TensorFiles(directory)

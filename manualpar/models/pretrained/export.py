@@ -154,10 +154,10 @@ def _plan(
         architecture = read_architecture(source)
         check_same_model(model, source, architecture)
         config = read_config(source)
-        method = quantization_of(config)
+        quantization = quantization_of(config)
         config.pop("quantization_config", None)  # Decoded tensors are written.
         if has_tensors(source):
-            dtypes = open_tensor_files(source, method).dtypes
+            dtypes = open_tensor_files(source, quantization).dtypes
         else:  # `like` has only a config and a tokenizer, such as the output of an import.
             dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "")
     else:

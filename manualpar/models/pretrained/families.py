@@ -263,7 +263,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        {**LATENT, **DEEPSEEK_EXPERTS, "rope_interleave": "rope_interleaved"},
+        {**LATENT, **DEEPSEEK_EXPERTS, "rope_interleave": "rotary_interleaved"},
         fixed=SIGMOID,
         defaults={
             **LATENT_DEFAULTS,
@@ -291,7 +291,7 @@ FAMILIES: Mapping[str, Family] = {
         fixed={
             **EXPERTS,
             "normalize_gates": False,
-            "rope_interleaved": True,
+            "rotary_interleaved": True,
             "expert_group_score": "best",
         },
         defaults={

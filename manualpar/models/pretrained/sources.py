@@ -83,8 +83,8 @@ def find_sources(
             "parameter of the model, or missing='init'."
         )
     has_config = names is None or (directory / CONFIG_FILE).is_file()
-    method = quantization_of(read_config(directory)) if has_config else ""
-    files = open_tensor_files(directory, method)
+    quantization = quantization_of(read_config(directory) if has_config else {})
+    files = open_tensor_files(directory, quantization)
     sources = Sources(
         files, {leaves[path].name: found for path, found in pieces.items()}, vocab_size
     )
