@@ -27,9 +27,13 @@ from manualpar.inspect.layer_formulas import (
 )
 from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.moe.moe import MoE, capacity_of
-from manualpar.models.layer_stack import scanned_layers
+from manualpar.models.layer_stack import scanned_layers, size_of_group
 from manualpar.models.transformer import Transformer
-from manualpar.models.transformer_fields import size_of_head, size_of_value
+from manualpar.models.transformer_fields import (
+    layers_with_experts,
+    size_of_head,
+    size_of_value,
+)
 
 # How many copies of a loop's body a program contains. Before Flax 0.12.9 there is a second, unused
 # copy, which `nn.scan` traces to find results that no iteration changes.
@@ -65,15 +69,17 @@ def transformer_sends(
     layers, after = of_minibatch.layer, of_minibatch.after
     minibatches = program.num_minibatches
     if not form:
-        num_dense = model.experts.dense_layers
+        has_experts = bool(model.experts.num_experts)
+        num_dense = model.num_layers - layers_with_experts(model) if has_experts else 0
         dense = _times(num_dense, of_minibatch.dense_layer)
         layers = _times(model.num_layers - num_dense, layers)
         sends = _times(minibatches, [*before, *dense, *layers, *after])
         return *sends, *_arranging(program)
-    if num_dense := model.experts.dense_layers:
+    if model.experts.dense_layers or model.experts.every > 1:
         raise ValueError(
-            f"transformer_sends: experts.dense_layers={num_dense}, expected 0 in a pipeline: "
-            "there is no closed form for layers before the stages. Use trace_collectives."
+            f"transformer_sends: experts.dense_layers={model.experts.dense_layers} and "
+            f"experts.every={model.experts.every}, expected 0 and 1 in a pipeline: there is no "
+            "closed form for layers without experts there. Use trace_collectives."
         )
     run, table = form.run, form.run.table
     if of_minibatch.context and _has_documents(program, model):
@@ -197,10 +203,10 @@ class MinibatchCollectives:
             if experts.num_experts:
                 of_experts: Any = {"num_experts": experts.num_experts, "top_k": experts.top_k}
                 self.layer += routing_collectives(x, **of_experts, **runs)
-                self.after += loss_of_experts_collectives(x, model.num_layers)
+                self.after += loss_of_experts_collectives(x, layers_with_experts(model))
             if documents:
                 looped = len(scanned_layers(model))
-                in_loop = max(model.attention.global_every, 1) if looped else 0
+                in_loop = size_of_group(model.attention, experts) if looped else 0
                 is_looped = passes > 0 or not recomputed
                 self.documents += document_collectives(
                     x,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from manualpar.layers.field_groups import refuse, refuse_unknown
 from manualpar.models.layer_config import ACTIVATIONS
-from manualpar.models.layer_stack import REMAT_POLICIES, is_global
+from manualpar.models.layer_stack import REMAT_POLICIES, is_global, size_of_group
 
 if TYPE_CHECKING:
     from manualpar.models.transformer import Transformer
@@ -61,6 +61,11 @@ def layers_by_window(model: "Transformer") -> tuple[tuple[int, int], ...]:
     return (model.attention.window, model.num_layers - of_global), (0, of_global)
 
 
+def layers_with_experts(model: "Transformer") -> int:
+    """Counts the layers that have experts."""
+    return sum(map(model.experts.in_layer, range(model.num_layers)))
+
+
 def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     """Counts the floating point operations of training on a token, for MFU.
 
@@ -89,7 +94,8 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     if experts.num_experts:
         mlp = experts.top_k * mlp + experts.num_experts
         mlp += 3 * experts.shared_size + experts.shared_is_gated
-    mlps = experts.dense_layers * dense + (model.num_layers - experts.dense_layers) * mlp
+    sparse = layers_with_experts(model) if experts.num_experts else model.num_layers
+    mlps = (model.num_layers - sparse) * dense + sparse * mlp
     weights = model.hidden_size * (mlps + size_of_vocabulary(model))
     weights += model.num_layers * attention_weights(model)
     kinds = layers_by_window(model)
@@ -167,9 +173,12 @@ def _check_groups(model: "Transformer") -> None:
     if not 0 <= experts.dense_layers < model.num_layers:
         expected = f"less than num_layers={model.num_layers}, or 0 for none"
         refuse_in("experts", "dense_layers", expected)
-    if attention.global_every and experts.dense_layers % attention.global_every:
-        expected = f"a multiple of attention.global_every={attention.global_every}, whole groups"
+    if experts.dense_layers % (size := size_of_group(attention, experts)):
+        expected = f"a multiple of {size} (attention.global_every={attention.global_every}, "
+        expected += f"experts.every={experts.every}), whole groups"
         refuse_in("experts", "dense_layers", expected)
+    if experts.num_experts and not layers_with_experts(model):
+        refuse_in("experts", "every", f"up to num_layers={model.num_layers}")
 
 
 def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -42,9 +42,10 @@ class Experts(FieldGroup):
       biases: Whether the router and the products of the experts have biases.
       swiglu_limit: The bound of gates and features in the clamped SwiGLU of gpt-oss; 0 for SwiGLU.
       swiglu_alpha: The factor inside of the sigmoid, only with `swiglu_limit`.
+      every: The length of a group of layers, of which the last has experts and the others have an
+        MLP; 1 if all layers have experts.
       dense_layers: How many layers at the beginning of the model have an MLP in place of experts.
-      dense_mlp_size: The features inside the MLPs of the first `dense_layers` layers; 0 for
-        `mlp_size`.
+      dense_mlp_size: The features inside the MLPs of the layers without experts; 0 for `mlp_size`.
     """
 
     num_experts: int = config_field(0, "", 0, below=MOST_WRITTEN_OUT + 1, required=True)
@@ -65,6 +66,7 @@ class Experts(FieldGroup):
     biases: bool = config_field(False, "expert_biases")
     swiglu_limit: float = config_field(0.0, "", 0)
     swiglu_alpha: float = config_field(1.0, "", 0)
+    every: int = config_field(1, "experts_every", 1, below=MOST_WRITTEN_OUT)
     dense_layers: int = config_field(0, "", 0, below=MOST_WRITTEN_OUT)
     dense_mlp_size: int = config_field(0, "", 0)
 
@@ -75,7 +77,7 @@ class Experts(FieldGroup):
         if not self.capacity_factor >= 0:
             refuse(self, "capacity_factor", "more than 0, such as 1.25, or 0 to drop nothing")
         if not self.num_experts:
-            for field in (*OF_EXPERTS, "axis", "groups", "shared_size", "dense_layers"):
+            for field in (*OF_EXPERTS, "axis", "groups", "shared_size", "dense_layers", "every"):
                 if getattr(self, field) != (default := getattr(Experts, field)):
                     refuse(self, field, f"{default!r} without num_experts")
             return
@@ -88,14 +90,23 @@ class Experts(FieldGroup):
             refuse(self, "shared_size", "at least 1, or 0 for no shared experts")
         if self.shared_is_gated and not self.shared_size:
             refuse(self, "shared_is_gated", "False without shared_size")
-        if self.dense_mlp_size < 0 or (self.dense_mlp_size and not self.dense_layers):
+        if self.every < 1:
+            refuse(self, "every", "at least 1")
+        are_dense = self.dense_layers or self.every > 1
+        if self.dense_mlp_size < 0 or (self.dense_mlp_size and not are_dense):
             refuse(self, "dense_mlp_size", "0 without dense_layers, or the features of their MLPs")
+
+    def in_layer(self, layer: int) -> bool:
+        """Returns whether layer `layer` of a model has experts."""
+        if not self.num_experts or layer < self.dense_layers:
+            return False
+        return (layer + 1) % self.every == 0
 
     @property
     def of_layer(self) -> dict[str, Any]:
         """The values of the fields that `MoE` has too, with `None` for no capacity."""
         names = {field.name for field in dataclasses.fields(self)}
-        names -= {"dense_layers", "dense_mlp_size"}
+        names -= {"dense_layers", "dense_mlp_size", "every"}
         fields = {name: getattr(self, name) for name in names}
         return fields | {"capacity_factor": self.capacity_factor or None}
 

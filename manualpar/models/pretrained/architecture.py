@@ -204,15 +204,31 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
         keys.check("n_shared_experts", shared, int, lambda x: 0 <= x < LARGEST, "0 or more")
         more["shared_experts_size"] = shared * fields["mlp_size"]
     else:
-        only = keys.take("mlp_only_layers", []) or []
-        dense = len(only) if isinstance(only, list) else -1
-        if only != list(range(dense)) or dense >= num_layers:
-            raise keys.refuse(
-                "mlp_only_layers", only, "the first layers, such as [0, 1], but not all, or []"
-            )
-    if dense:
+        dense, more["experts_every"] = _dense_layers_of_qwen(keys, num_layers)
+    are_dense = dense or more.get("experts_every", 1) > 1
+    if are_dense:
         keys.check("intermediate_size", size, int, lambda x: 0 < x < LARGEST, "1 or more")
-    return more | {"dense_layers": dense, "dense_mlp_size": size if dense else 0}
+    return more | {"dense_layers": dense, "dense_mlp_size": size if are_dense else 0}
+
+
+def _dense_layers_of_qwen(keys: "_Keys", num_layers: int) -> tuple[int, int]:
+    """Reads how many layers at the beginning have no experts, and the distance of the others."""
+    only, step = keys.take("mlp_only_layers", []) or [], keys.take("decoder_sparse_step", 1)
+    keys.check("decoder_sparse_step", step, int, lambda x: x > 0, "1 or more")
+    if not isinstance(only, list):
+        raise keys.refuse("mlp_only_layers", only, "a list of layers")
+    sparse = [i for i in range(num_layers) if i not in only and (i + 1) % step == 0]
+    if not sparse:
+        raise keys.refuse("decoder_sparse_step", step, "a layer with experts")
+    every = sparse[1] - sparse[0] if len(sparse) > 1 else min(step, sparse[0] + 1)
+    dense = sparse[0] // every * every
+    if sparse != list(range(dense + every - 1, num_layers, every)):
+        raise keys.refuse(
+            "mlp_only_layers",
+            only,
+            "the first layers, such as [0, 1], and then experts in every n-th layer",
+        )
+    return dense, every
 
 
 def _latent(keys: "_Keys", fields: Mapping[str, Any]) -> dict[str, Any]:

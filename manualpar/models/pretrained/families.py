@@ -202,7 +202,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         fixed={**EXPERTS, "qkv_bias": True, "shared_gate": True},
         defaults={**COMMON, "norm_topk_prob": False},
-        must_be={"qkv_bias": True, "decoder_sparse_step": 1},
+        must_be={"qkv_bias": True},
         windows="listed",
     ),
     "qwen3_moe": Family(
@@ -210,7 +210,7 @@ FAMILIES: Mapping[str, Family] = {
         {**EXPERT_SIZES, "num_experts": "num_experts"},
         fixed={**EXPERTS, "query_key_norm": True},
         defaults={**COMMON, "norm_topk_prob": False},
-        must_be={**NO_BIAS, "decoder_sparse_step": 1},
+        must_be=NO_BIAS,
         windows="all if asked",
     ),
     "gpt_oss": Family(

@@ -33,7 +33,14 @@ SAID = frozenset(
         ),
         *ROPE_FACTORS.values(),
         *("rope_base", "rope_scaling", "local_rope_base", "attention_window", "global_every"),
-        *("attention_scale", "activation", "dense_layers", "dense_mlp_size", "shared_experts_size"),
+        *(
+            "attention_scale",
+            "activation",
+            "experts_every",
+            "dense_layers",
+            "dense_mlp_size",
+            "shared_experts_size",
+        ),
         *("num_kv_heads", "head_size"),
     }
 ) - {"capacity_factor"}
@@ -123,8 +130,9 @@ def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     dense = fields.get("dense_layers")
     if name in DENSE_FIRST:
         config["first_k_dense_replace"] = dense or 0
-    elif dense:
-        config["mlp_only_layers"] = list(range(dense))
+    elif "moe_intermediate_size" in config:
+        config["mlp_only_layers"] = list(range(dense or 0))
+        config["decoder_sparse_step"] = fields["experts_every"]
     if "kv_lora_rank" in config:
         config["qk_nope_head_dim"] = fields["head_size"] - fields["latent_rotary_size"]
         config["q_lora_rank"] = fields["latent_query_rank"] or None

@@ -194,6 +194,7 @@ def check_closed_form(model: Transformer) -> None:
     expected: dict[str, float] = {
         "shared_experts_size": 0,
         "dense_layers": 0,
+        "experts_every": 1,
         "expert_biases": False,
         "latent_rank": 0,
     }

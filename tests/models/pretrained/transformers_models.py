@@ -249,6 +249,10 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         OF_EXPERTS
         | {"num_experts": 8, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
     ),
+    "qwen3_moe, every second layer": (
+        "Qwen3Moe",
+        OF_EXPERTS | {"num_experts": 8, "num_hidden_layers": 5, "decoder_sparse_step": 2},
+    ),
     "dots1": (
         "Dots1",
         OF_EXPERTS
