@@ -179,9 +179,6 @@ class Split(FieldGroup):
         return 1 if self.sequence_parallel else None
 
 
-ROTARY = Rotary()
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """The configuration of a layer, which a `Transformer` makes from its own fields in each call.
@@ -199,8 +196,8 @@ class LayerConfig:
       activation: See `ACTIVATIONS`.
       annotate: Whether the dims of parameters have names.
       attention: See `Attention`.
+      rotary: See `Rotary`; without scaling if the layer is not scaled.
       norm: See `Norm`.
-      rotary: See `Rotary`.
       experts: See `Experts`.
       split: See `Split`.
       context: How sequences are split over devices.
@@ -217,8 +214,8 @@ class LayerConfig:
     activation: Activation = "silu"
     annotate: bool = False
     attention: Attention = Attention()
+    rotary: Rotary = Rotary()
     norm: Norm = Norm()
-    rotary: Rotary = ROTARY
     experts: Experts = Experts()
     split: Split = Split()
     context: Context = Context()

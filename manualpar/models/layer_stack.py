@@ -26,6 +26,7 @@ from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Pr
 from manualpar.layers.moe.experts import Experts
 from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES
 from manualpar.models.layer_config import Attention, LayerConfig
+from manualpar.models.rotary import NO_SCALING
 from manualpar.models.transformer_layer import Layer
 
 if TYPE_CHECKING:
@@ -228,4 +229,7 @@ def _of_kind(config: LayerConfig, angles: Angles, layer: int) -> tuple[LayerConf
     if is_global(layer, how.global_every):
         seeing_all = dataclasses.replace(how, window=0, global_every=0)
         return dataclasses.replace(config, attention=seeing_all), angles.of_global
-    return config, angles.of_local
+    if config.rotary.scales_local:
+        return config, angles.of_local
+    unscaled = dataclasses.replace(config.rotary, scaling=NO_SCALING)
+    return dataclasses.replace(config, rotary=unscaled), angles.of_local

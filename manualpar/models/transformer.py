@@ -45,7 +45,7 @@ from manualpar.models.layer_config import (
     Split,
 )
 from manualpar.models.layer_stack import REMAT_POLICIES, Angles, run_layers
-from manualpar.models.rotary import NO_SCALING, Rotary, rotary_angles
+from manualpar.models.rotary import Rotary, rotary_angles
 from manualpar.models.transformer_fields import (
     check_transformer,
     size_of_head,
@@ -224,7 +224,7 @@ class Transformer(nn.Module):
             document_BS = documents
             if documents is None and self.bos_token >= 0:
                 document_BS = config.context.cumsum(tokens == self.bos_token)
-        angles = self._angles(positions)
+        angles = self._angles(positions, self._length(tokens, rows))
         x_BSD = run_layers(self, config, x_BSD, angles, document_BS, rows)
         if isinstance(rows, Prompts):
             x_BSD = jnp.take_along_axis(x_BSD, rows.length[:, None, None] - 1, axis=1)
@@ -242,14 +242,26 @@ class Transformer(nn.Module):
             of_head |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         return head_cross_entropy(x_BSD, head_DV, labels, **of_head)
 
-    def _angles(self, positions: jax.Array) -> Angles:
+    def _length(self, tokens: jax.Array, rows: Prompts | Past | None) -> int | jax.Array:
+        """Returns the number of positions of a sequence, or of each sequence in generation."""
+        if isinstance(rows, Past):
+            return rows.position + 1
+        if isinstance(rows, Prompts):
+            return rows.length
+        return tokens.shape[1] * self.context.size
+
+    def _angles(self, positions: jax.Array, length: int | jax.Array) -> Angles:
         rotary, size = self.rotary, size_of_rotation(self)
-        angles_SH = rotary_angles(positions, size, base=rotary.base, scaling=rotary.scaling)
+        options: dict[str, Any] = {"scaling": rotary.scaling, "length": length}
+        angles_SH = rotary_angles(
+            positions, size, base=rotary.base, features=rotary.features, **options
+        )
         if not self.attention.global_every:
             return Angles(angles_SH, angles_SH)
-        local_base = rotary.local_base or rotary.base
-        scaling = rotary.scaling if rotary.scales_local else NO_SCALING
-        local_SH = rotary_angles(positions, size, base=local_base, scaling=scaling)
+        base = rotary.local_base or rotary.base
+        if not rotary.scales_local:
+            options = {}
+        local_SH = rotary_angles(positions, size, base=base, features=rotary.features, **options)
         return Angles(angles_SH, local_SH)
 
     def _layer_config(self, *, train: bool) -> LayerConfig:
@@ -265,8 +277,8 @@ class Transformer(nn.Module):
             added_scale=(2 * self.num_layers) ** -0.5,
             dtype=jnp.dtype(self.dtype),
             attention=self.attention,
-            norm=self.norm,
             rotary=self.rotary,
+            norm=self.norm,
             experts=self.experts,
             split=self.split,
             context=self.context,

@@ -261,6 +261,27 @@ FAMILIES: Mapping[str, Family] = {
         must_be=NO_BIAS,
         windows="last if asked",
     ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            **EXPERT_SIZES,
+            **DEEPSEEK_EXPERTS,
+            "use_qk_norm": "query_key_norm",
+            "attention_bias": "qkv_bias",
+        },
+        fixed=SIGMOID,
+        defaults={
+            **COMMON,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": False,
+            "attention_bias": False,
+        },
+    ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         {**LATENT, **DEEPSEEK_EXPERTS, "rope_interleave": "rotary_interleaved"},

@@ -13,13 +13,12 @@ from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields
 from manualpar.models.pretrained.architecture import (
     ACTIVATIONS,
-    FULL,
-    ROPE_FACTORS,
-    SLIDING,
     Architecture,
     parse_architecture,
 )
-from manualpar.models.pretrained.families import DENSE_FIRST, FAMILIES
+from manualpar.models.pretrained.expert_keys import write_experts
+from manualpar.models.pretrained.families import FAMILIES
+from manualpar.models.pretrained.rotations import FULL, ROPE_FIELDS, SLIDING, write_rotations
 from manualpar.models.transformer_fields import size_of_head
 
 # The flat names of the fields that a config describes. The other fields only choose how the same
@@ -31,16 +30,11 @@ SAID = frozenset(
             for family in FAMILIES.values()
             for field in (*family.keys.values(), *family.fixed)
         ),
-        *ROPE_FACTORS.values(),
+        *ROPE_FIELDS,
         *("rope_base", "rope_scaling", "local_rope_base", "attention_window", "global_every"),
-        *(
-            "attention_scale",
-            "activation",
-            "experts_every",
-            "dense_layers",
-            "dense_mlp_size",
-            "shared_experts_size",
-        ),
+        *("rotary_features", "rotary_interleaved", "rope_scales_local"),
+        *("attention_scale", "activation", "dense_layers", "dense_mlp_size", "shared_experts_size"),
+        "experts_every",
         *("num_kv_heads", "head_size"),
     }
 ) - {"capacity_factor"}
@@ -52,11 +46,15 @@ def architecture_of(model: Transformer) -> dict[str, Any]:
     Each 0 that means a default is replaced by the default.
     """
     attention, rotary = model.attention, model.rotary
+    scaling = rotary.scaling
+    has_amplitude = scaling.kind in ("yarn", "longrope")
     fields = {name: value for name, value in flatten_fields(model).items() if name in SAID}
     return fields | {
         "num_kv_heads": model.num_kv_heads or model.num_heads,
         "head_size": size_of_head(model),
         "attention_scale": attention.scale or size_of_head(model) ** -0.5,
+        "rope_attention_factor": scaling.amplitude if has_amplitude else 0.0,
+        "rotary_features": rotary.features % size_of_head(model),
         "local_rope_base": (attention.global_every and (rotary.local_base or rotary.base)) or 0.0,
     }
 
@@ -122,23 +120,6 @@ def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if name == "gemma3_text" and every:
         config["sliding_window_pattern"] = every
         config["rope_local_base_freq"] = fields["local_rope_base"]
-    config["rope_theta"] = fields["rope_base"]
-    if kind := fields["rope_scaling"]:
-        named = ROPE_FACTORS if kind == "llama3" else {"factor": "rope_factor"}
-        config["rope_scaling"] = {"rope_type": kind}
-        config["rope_scaling"] |= {key: fields[field] for key, field in named.items()}
-    dense = fields.get("dense_layers")
-    if name in DENSE_FIRST:
-        config["first_k_dense_replace"] = dense or 0
-    elif "moe_intermediate_size" in config:
-        config["mlp_only_layers"] = list(range(dense or 0))
-        config["decoder_sparse_step"] = fields["experts_every"]
-    if "kv_lora_rank" in config:
-        config["qk_nope_head_dim"] = fields["head_size"] - fields["latent_rotary_size"]
-        config["q_lora_rank"] = fields["latent_query_rank"] or None
-    if name == "deepseek_v2":
-        grouped = fields["expert_groups"] > 1
-        config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
-    if name in DENSE_FIRST:
-        config["n_shared_experts"] = fields.get("shared_experts_size", 0) // fields["mlp_size"]
+    config |= write_rotations(fields)
+    write_experts(name, fields, config)
     return config

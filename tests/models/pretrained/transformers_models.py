@@ -183,6 +183,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+}
 # Two groups of layers and one that is left over; no scale is what the sizes would say.
 GEMMA = {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
 GEMMA3_ROPES = {
@@ -193,6 +201,15 @@ GEMMA3_LAYERS = (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 6, "rms_norm_eps": 1e-5}),
+    # Scalings whose sequences are longer than those of pretraining.
+    "yarn": ("Qwen3", {"head_dim": 8, "rope_parameters": YARN}),
+    "dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": 8,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 4.0},
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 6}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2.5": (
@@ -213,6 +230,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 3}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 6,
@@ -231,7 +256,7 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 8,
             "sliding_window": WINDOW,
             "swiglu_limit": 1.0,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+            "rope_parameters": YARN | {"truncate": False},
         },
     ),
     "qwen2_moe": (
@@ -267,6 +292,20 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 4,
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        OF_EXPERTS
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 8,
+            "num_mtp_layers": 0,
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2",
         OF_EXPERTS
@@ -296,6 +335,7 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": 12,
             "v_head_dim": 4,
             "num_mtp_layers": 0,
+            "rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 0.8},
         },
     ),
 }
