@@ -171,9 +171,8 @@ class MinibatchCollectives:
             if (latent := model.attention.latent).rank:
                 of_keys, of_queries = latent.rank + latent.rotary_size, latent.query_rank
                 norms["latents"] = of_queries or model.hidden_size, of_keys
-                queries = (of_queries,) * bool(of_queries)
-                norms["latent_norms"] = *queries, latent.rank
-                norms["latent_kernels"] = *queries, of_keys
+                norms["latent_norms"] = latent.rank, *(of_queries,) * bool(of_queries)
+                norms["latent_kernels"] = of_keys, *(of_queries,) * bool(of_queries)
                 norms["dtype"] = parameter_dtype
             self.layer += block_collectives(x, **norms, **runs)
             self.dense_layer += self.layer

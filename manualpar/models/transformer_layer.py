@@ -65,11 +65,11 @@ class Layer(nn.Module):
         if config.attention.latent.rank:
             from manualpar.models.latent_attention import LatentAttention  # It imports this module.
 
-            y_BSD = normalize(x_BSD, "attention_norm", config)
-            attention: nn.Module = LatentAttention(config, name="attention")
+            attention: Any = LatentAttention(config, name="attention")
+            y_BSD: Any = normalize(x_BSD, "attention_norm", config)
         else:
-            y_BSD = enter_normalized(x_BSD, "attention_norm", config)
             attention = SelfAttention(config, name="attention")
+            y_BSD = enter_normalized(x_BSD, "attention_norm", config)
         y_BSD = attention(y_BSD, angles_SH, document_BS, rows)
         if config.norm.post:
             y_BSD = normalize(y_BSD, "attention_post_norm", config)

@@ -16,7 +16,13 @@ from manualpar.models.flat_fields import flatten_fields, nest_fields
 from manualpar.models.pretrained.decoded_files import quantization_of
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.expert_keys import read_experts, read_latent
-from manualpar.models.pretrained.families import ALIASES, FAMILIES, UNUSED_KEYS, Family
+from manualpar.models.pretrained.families import (
+    ALIASES,
+    FAMILIES,
+    UNSUPPORTED,
+    UNUSED_KEYS,
+    Family,
+)
 from manualpar.models.pretrained.keys import LARGEST, Keys
 from manualpar.models.pretrained.rotations import FULL, SLIDING, read_rotations
 from manualpar.system.storage import GivenPath, user_path
@@ -99,7 +105,10 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     name = ALIASES.get(name, name) if isinstance(name, str) else name
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
-        raise keys.refuse("model_type", name, f"one of {', '.join(map(repr, FAMILIES))}")
+        known = f"one of {', '.join(map(repr, FAMILIES))}"
+        if isinstance(name, str) and name in UNSUPPORTED:
+            known += f"; these models have {UNSUPPORTED[name]}, which a Transformer lacks"
+        raise keys.refuse("model_type", name, known)
     for key, value in family.must_be.items():
         if (found := keys.take(key, value)) != value and (found or value):
             raise keys.refuse(key, found, f"{value!r}, the only value that a Transformer supports")

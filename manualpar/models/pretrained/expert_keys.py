@@ -1,6 +1,7 @@
 """Reads and writes the keys of a `config.json` for experts and for latent attention."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,23 @@ from manualpar.models.pretrained.keys import LARGEST, Keys
 
 # Families with experts in all layers, and no keys for dense layers.
 WITHOUT_DENSE_LAYERS = ("mixtral", "gpt_oss")
+
+
+# The keys, of several versions, with the number of layers that predict more than the next token.
+MORE_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def predicts_more(tensor: str, config: Mapping[str, Any]) -> bool:
+    """Returns whether a tensor belongs to a layer that predicts more than the next token.
+
+    Files of DeepSeek-V3 and GLM-4.5 have such layers after the model's own layers.
+    """
+    found, number = _LAYER.match(tensor), config.get("num_hidden_layers")
+    more = next((config[key] for key in MORE_LAYERS if config.get(key)), 0)
+    if not found or type(number) is not int or type(more) is not int:
+        return False
+    return number <= int(found[1]) < number + more
 
 
 def read_experts(keys: Keys, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from manualpar.models.finetuning.merging import given_variables, is_adapter
 from manualpar.models.pretrained.architecture import read_architecture, read_config
 from manualpar.models.pretrained.decoded_files import open_tensor_files, quantization_of
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
+from manualpar.models.pretrained.expert_keys import MORE_LAYERS
 from manualpar.models.pretrained.families import ALIASES
 from manualpar.models.pretrained.model_config import architecture_of, write_config
 from manualpar.models.pretrained.sources import check_same_model, transformer_of
@@ -156,6 +157,7 @@ def _plan(
         config = read_config(source)
         quantization = quantization_of(config)
         config.pop("quantization_config", None)  # Decoded tensors are written.
+        config |= dict.fromkeys(config.keys() & {*MORE_LAYERS}, 0)  # They were left out.
         if has_tensors(source):
             dtypes = open_tensor_files(source, quantization).dtypes
         else:  # `like` has only a config and a tokenizer, such as the output of an import.

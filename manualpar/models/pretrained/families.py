@@ -109,6 +109,14 @@ DENSE_FIRST: Mapping[str, tuple[int, int]] = {
     "deepseek_v3": (3, 1),
     "glm4_moe": (1, 1),
 }
+# `model_type` -> why a `Transformer` cannot be such a model.
+UNSUPPORTED: Mapping[str, str] = {
+    "llama4": "attention within chunks, and gates that multiply the inputs of experts",
+    "llama4_text": "attention within chunks, and gates that multiply the inputs of experts",
+    "gemma4": "heads of two sizes, keys shared by layers, and an embedding in each layer",
+    "gemma4_text": "heads of two sizes, keys shared by layers, and an embedding in each layer",
+    "deepseek_v32": "an index that chooses the keys that each query sees",
+}
 # `model_type` -> the family that has the same models.
 ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 

@@ -19,6 +19,7 @@ from manualpar.models import Transformer
 from manualpar.models.pretrained.architecture import Architecture, read_architecture, read_config
 from manualpar.models.pretrained.decoded_files import open_tensor_files, quantization_of
 from manualpar.models.pretrained.directory import CONFIG_FILE
+from manualpar.models.pretrained.expert_keys import predicts_more
 from manualpar.models.pretrained.model_config import architecture_of, complete_fields
 from manualpar.models.pretrained.tensor_bytes import DTYPES
 from manualpar.models.pretrained.tensor_files import TensorFiles
@@ -83,12 +84,13 @@ def find_sources(
             "parameter of the model, or missing='init'."
         )
     has_config = names is None or (directory / CONFIG_FILE).is_file()
-    quantization = quantization_of(read_config(directory) if has_config else {})
+    config = read_config(directory) if has_config else {}
+    quantization = quantization_of(config)
     files = open_tensor_files(directory, quantization)
     sources = Sources(
         files, {leaves[path].name: found for path, found in pieces.items()}, vocab_size
     )
-    _check_tensors(sources, leaves, pieces, directory, is_tied="head" not in shapes)
+    _check_tensors(sources, leaves, pieces, directory, is_tied="head" not in shapes, config=config)
     return sources
 
 
@@ -143,10 +145,12 @@ def _check_tensors(
     directory: Path,
     *,
     is_tied: bool,
+    config: Mapping[str, Any],
 ) -> None:
     """Raises a `ValueError` if tensors are missing, not needed, or of another shape or dtype.
 
-    Warns if tensors are cast to a dtype that cannot represent all of their values.
+    Warns if tensors are cast to a dtype that cannot represent all of their values, or if layers are
+    left out that predict more than the next token.
     """
     files, lines, narrowed = sources.files, [], []
     known = set()
@@ -170,7 +174,14 @@ def _check_tensors(
                 )
             elif np.promote_types(_dtype(dtype), leaf.dtype) != leaf.dtype:
                 narrowed.append(f"{piece.tensor} from {dtype} to {leaf.dtype}")
-    for name in sorted(files.shapes.keys() - known):
+    predicting = [name for name in files.shapes.keys() - known if predicts_more(name, config)]
+    if predicting and not lines:
+        warnings.warn(
+            f"load_hf: left out layers that predict more than the next token "
+            f"({'; '.join(list_some(sorted(predicting)))}), as transformers does.",
+            stacklevel=5,
+        )
+    for name in sorted(files.shapes.keys() - known - {*predicting}):
         # If the head is tied to the embedding, transformers ignores this tensor too.
         is_copy = is_tied and name == "lm_head.weight"
         if not is_copy and not COMPUTED.search(name):

@@ -105,7 +105,12 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path, devices8):
     config = json.loads((source / "config.json").read_text())
     write(tmp_path / "plain", config, plain)
     quantization = {"quant_method": "fp8", "weight_block_size": [4, 4], "fmt": "e4m3"}
-    write(tmp_path / "coded", config | {"quantization_config": quantization}, coded)
+    # Kimi K2 has another name, and a layer that predicts the token after the next.
+    more = {"quantization_config": quantization, "num_nextn_predict_layers": 1}
+    coded["model.layers.3.eh_proj.weight"] = torch.zeros(4, 4)
+    write(tmp_path / "coded", config | more | {"model_type": "kimi_k2"}, coded)
+    with pytest.warns(UserWarning, match="predict more than the next token .*eh_proj"):
+        state_of(tmp_path / "coded")
     assert_decoded(tmp_path / "coded", tmp_path / "plain", tmp_path)
     config["quantization_config"] = quantization | {"weight_block_size": None}
     write(tmp_path / "other", config, coded)
