@@ -36,6 +36,41 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class Latent(FieldGroup):
+    """The sizes of multi-head latent attention, see `manualpar.models.latent_attention`.
+
+    The head size of the model is the size of queries and keys, with the rotated features.
+
+    Attributes:
+      rank: The features of the latent from which keys and values are computed; 0 for ordinary
+        attention.
+      query_rank: The features of the latent from which queries are computed; 0 for none.
+      rotary_size: How many features of each query and key are rotated; all heads share these
+        features of the keys.
+      value_size: The features of a value.
+    """
+
+    rank: int = config_field(0, "latent_rank", 0)
+    query_rank: int = config_field(0, "latent_query_rank", 0)
+    rotary_size: int = config_field(0, "latent_rotary_size", 0)
+    value_size: int = config_field(0, "latent_value_size", 0)
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            refuse(self, "rank", "at least 1, such as 512, or 0 for ordinary attention")
+        if self.query_rank < 0:
+            refuse(self, "query_rank", "at least 1, such as 1536, or 0 for none")
+        for field in ("rotary_size", "value_size"):
+            if self.rank and getattr(self, field) < 1:
+                refuse(self, field, "at least 1 with rank")
+        for field in ("query_rank", "rotary_size", "value_size"):
+            if not self.rank and getattr(self, field):
+                refuse(self, field, "0 without rank")
+        if self.rotary_size % 2:
+            refuse(self, "rotary_size", "an even number, because features are rotated in pairs")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Attention(FieldGroup):
     """The settings of attention in all layers.
 
@@ -55,6 +90,10 @@ class Attention(FieldGroup):
         each with a scale of its own.
       unrotated_global: Whether the last layer of a group of `global_every` layers has no positions.
         All layers may then see all positions.
+      sinks: Whether each query head has a learned score, its *sink*, that takes a share of the
+        softmax: the weights of the keys sum to less than 1 (Xiao et al.,
+        https://arxiv.org/abs/2309.17453). Only the kind `"blockwise"` has sinks.
+      latent: The sizes of multi-head latent attention, see `Latent`; none by default.
     """
 
     kind: AttentionKind = config_field("", "attention", choices=ATTENTION_KINDS, required=True)
@@ -67,6 +106,8 @@ class Attention(FieldGroup):
     out_bias: bool = config_field(False, "attention_out_bias")
     wide_query_key_norm: bool = config_field(False)
     unrotated_global: bool = config_field(False)
+    sinks: bool = config_field(False, "attention_sinks")
+    latent: Latent = Latent()
 
     def __post_init__(self) -> None:
         if self.window < 0:
@@ -86,6 +127,12 @@ class Attention(FieldGroup):
         if not self.soft_cap >= 0:
             refuse(self, "soft_cap", "more than 0, such as 50, or 0 for none")
         refuse_unknown(self, "kind", ATTENTION_KINDS)
+        if self.latent.rank:
+            for field in ("query_key_norm", "qkv_bias", "out_bias", "sinks"):
+                if getattr(self, field):
+                    refuse(self, field, "False with a latent, whose queries and keys have none")
+        if self.sinks and self.kind not in ("", "blockwise"):
+            refuse(self, "kind", "'blockwise', the only kind that has sinks, or ''")
 
 
 NormKind = Literal["rms", "layer"]

@@ -162,7 +162,9 @@ class Rotary(FieldGroup):
         of rotations; 0 for rotations.
       interleaved: Whether features `2 i` and `2 i + 1` are a pair, and not `i` and `i + H/2`.
       scaling: Slows rotations down. With layers of two kinds only the layers that see all positions
-        are scaled.
+        are scaled, unless `scales_local` is set.
+      scales_local: Whether `scaling` slows the layers with a window down too, if layers are of two
+        kinds.
     """
 
     base: float = config_field(10_000.0, "rope_base", 1, required=True)
@@ -171,6 +173,7 @@ class Rotary(FieldGroup):
     learned: int = config_field(0, "learned_positions", 0)
     interleaved: bool = config_field(False, "rotary_interleaved")
     scaling: RotaryScaling = NO_SCALING
+    scales_local: bool = config_field(False, "rope_scales_local")
 
     def __post_init__(self) -> None:
         if not self.base > 1:

@@ -52,6 +52,7 @@ from manualpar.models.rotary import Rotary, rotary_angles
 from manualpar.models.transformer_fields import (
     check_transformer,
     size_of_head,
+    size_of_rotation,
     size_of_vocabulary,
     tokens_and_documents,
 )
@@ -72,10 +73,11 @@ class Transformer(nn.Module):
     `mlp/up/kernel` `[D, F]`, `mlp/down/kernel` `[F, D]`. A layer with experts has the parameters of
     a `MoE`, `experts`, in place of `mlp`. The layers are `layer_0`, `layer_1`, .... Scanned layers
     are `layers`, each leaf has a leading dimension `L`, and the first `experts.dense_layers` layers
-    are separate. Some fields of the model add `attention/query/bias` `[N, H]`, `attention/key/bias`
-    and `attention/value/bias` `[K, H]`; `attention/query_norm/scale` and `attention/key_norm/scale`
-    `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds
-    form groups, see `manualpar.models.layer_stack`.
+    are separate. Latent attention has the parameters of a `LatentAttention`. Some fields of the
+    model add `attention/query/bias` `[N, H]`, `attention/key/bias` and `attention/value/bias`
+    `[K, H]`; `attention/out/bias` `[D]`; `attention/sinks` `[N]`; `attention/query_norm/scale` and
+    `attention/key_norm/scale` `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`.
+    Scanned layers of two kinds form groups, see `manualpar.models.layer_stack`.
 
     Initial weights are normally distributed with variance 1 / inputs. For weights whose product is
     added to the residual stream, the variance is divided by 2 L, so that the stream does not grow
@@ -276,7 +278,7 @@ class Transformer(nn.Module):
         return tokens.shape[1] * self.context.size
 
     def _angles(self, positions: jax.Array, length: int | jax.Array) -> Angles:
-        rotary, size = self.rotary, size_of_head(self)
+        rotary, size = self.rotary, size_of_rotation(self)
         if rotary.learned:
             return Angles(None, None)
         options: dict[str, Any] = {"scaling": rotary.scaling, "length": length}
@@ -288,7 +290,9 @@ class Transformer(nn.Module):
         base = rotary.local_base or rotary.base
         if self.attention.unrotated_global:
             return Angles(None, angles_SH)
-        local_SH = rotary_angles(positions, size, base=base, features=rotary.features)
+        if not rotary.scales_local:
+            options = {}
+        local_SH = rotary_angles(positions, size, base=base, features=rotary.features, **options)
         return Angles(angles_SH, local_SH)
 
     def _layer_config(self, *, train: bool) -> LayerConfig:

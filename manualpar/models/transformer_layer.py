@@ -71,8 +71,15 @@ class Layer(nn.Module):
             y_BSD = y_BSD if scale == 1 else y_BSD * jnp.asarray(scale, y_BSD.dtype)
             return x_BSD + drop(y_BSD)
 
-        into_BSD = enter_normalized(x_BSD, "attention_norm", config)
-        y_BSD = SelfAttention(config, name="attention")(into_BSD, angles_SH, document_BS, rows)
+        if config.attention.latent.rank:
+            from manualpar.models.latent_attention import LatentAttention  # It imports this module.
+
+            attention: Any = LatentAttention(config, name="attention")
+            into_BSD: Any = normalize(x_BSD, "attention_norm", config)
+        else:
+            attention = SelfAttention(config, name="attention")
+            into_BSD = enter_normalized(x_BSD, "attention_norm", config)
+        y_BSD = attention(into_BSD, angles_SH, document_BS, rows)
         if norm.post:
             y_BSD = normalize(y_BSD, "attention_post_norm", config)
         summed_BSD = added(x_BSD, y_BSD)
@@ -110,7 +117,7 @@ class SelfAttention(nn.Module):
         out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
 
         def project(shape: tuple[int, ...], dim_names: DimNames, name: str) -> jax.Array:
-            product = _product(config, shape, dim_names, use_bias=how.qkv_bias, name=name)
+            product = make_product(config, shape, dim_names, use_bias=how.qkv_bias, name=name)
             return whole_sequence(product(x_BSD))
 
         query_BSNH, key_BSKH = project(*query, "query"), project(*key, "key")
@@ -128,10 +135,13 @@ class SelfAttention(nn.Module):
             query_BSNH = rotate(query_BSNH, angles_SH, scale=scale, rotary=config.rotary)
             key_BSKH = rotate(key_BSKH, angles_SH, rotary=config.rotary)
         value_BSKH = project(*key, "value")
+        sinks_N = _sinks(self, config)
         if isinstance(rows, Past):
             kept: Any = self.get_variable(CACHE, "key"), self.get_variable(CACHE, "value")
             scoring = Scoring(window, soft_cap)
-            mixed_BSNH = attend_to_kept(query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring)
+            mixed_BSNH = attend_to_kept(
+                query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring, sinks_N
+            )
         else:
             # Parameters do not depend on the implementation of attention. So initialization uses an
             # implementation that runs on every device.
@@ -143,14 +153,15 @@ class SelfAttention(nn.Module):
                 kind="" if self.is_initializing() else how.kind,
                 window=window,
                 soft_cap=soft_cap,
+                sinks=sinks_N,
             )
         if rows is not None:
             for name, x in (("key", key_BSKH), ("value", value_BSKH)):
                 if isinstance(rows, Prompts):
                     x = keep_prompts(x, rows, window)
                 self.put_variable(NEW_KEYS, name, x)
-        added: Any = {"scale": config.added_scale, "use_bias": how.out_bias, "name": "out"}
-        leave = _product(config, *out, contracted=2, **added)
+        of_out: Any = {"scale": config.added_scale, "use_bias": how.out_bias, "name": "out"}
+        leave = make_product(config, *out, contracted=2, **of_out)
         return leave(mixed_BSNH)
 
 
@@ -167,11 +178,11 @@ class GatedMLP(nn.Module):
         out = (config.mlp_size, hidden_size), ("mlp", "embed")
         bias: Any = {"use_bias": config.mlp.bias}
         activate = ACTIVATIONS[config.activation]
-        up_BSF = _product(config, *into, name="up", **bias)(x_BSD)
-        down = _product(config, *out, scale=config.added_scale, name="down", **bias)
+        up_BSF = make_product(config, *into, name="up", **bias)(x_BSD)
+        down = make_product(config, *out, scale=config.added_scale, name="down", **bias)
         if not config.mlp.gated:
             return down(jax.tree.map(activate, up_BSF))
-        gate_BSF = _product(config, *into, name="gate", **bias)(x_BSD)
+        gate_BSF = make_product(config, *into, name="gate", **bias)(x_BSD)
         # With `overlap="ring"`, `gate_BSF` and `up_BSF` are `Chunks`.
         return down(jax.tree.map(lambda gate, up: activate(gate) * up, gate_BSF, up_BSF))
 
@@ -290,6 +301,17 @@ def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
     return norm
 
 
+def _sinks(module: nn.Module, config: LayerConfig) -> jax.Array | None:
+    """Makes the parameter `sinks` of this device's query heads, if heads have sinks."""
+    if not config.attention.sinks:
+        return None
+    init = marked(nn.initializers.zeros, ("heads",), annotate=config.annotate)
+    if config.split.axis:
+        init = split(init, split_dims(("heads",), config.split.axis))
+    sinks: jax.Array = module.param("sinks", init, (config.num_heads,), jnp.float32)
+    return sinks
+
+
 def _experts(config: LayerConfig) -> MoE:
     return MoE(
         **config.experts.of_layer,
@@ -302,7 +324,7 @@ def _experts(config: LayerConfig) -> MoE:
     )
 
 
-def _product(
+def make_product(
     config: LayerConfig,
     shape: tuple[int, ...],
     dim_names: DimNames,

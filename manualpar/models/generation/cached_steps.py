@@ -33,7 +33,14 @@ from manualpar.core.parameters.placement import Route, map_in_scopes, param_spec
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, TENSOR_SCOPE
-from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts, append
+from manualpar.layers.attention.key_value_cache import (
+    CACHE,
+    LATENT,
+    NEW_KEYS,
+    Past,
+    Prompts,
+    append,
+)
 from manualpar.models import Split, Transformer
 from manualpar.models.generation.drawing import Drawing, draw_tokens
 
@@ -170,7 +177,7 @@ class CachedSteps:
             drawn = self._draw(logits, rows.keys, position + 1, drawing)
             return Rows(cache, drawn.token, position + 1, start, rows.keys), self._of_all(drawn)
 
-        specs = jax.tree.map(self._cache_spec, rows.cache)
+        specs = jax.tree_util.tree_map_with_path(self._cache_spec, rows.cache)
         rows, drawn = self._on_mesh(on_device, (self._rows_specs(specs),), specs)(
             params, collections, drawing, rows
         )
@@ -250,8 +257,9 @@ class CachedSteps:
         specs: Any = (self._rows,) * 4
         return Rows(cache, *specs)
 
-    def _cache_spec(self, x: Any) -> PartitionSpec:
-        heads = self._split_axes[0] if self._split_axes else None
+    def _cache_spec(self, path: Any, x: Any) -> PartitionSpec:
+        is_shared = path[-1].key == LATENT  # All heads share it, so no axis splits it.
+        heads = self._split_axes[0] if self._split_axes and not is_shared else None
         return PartitionSpec(*(None,) * (x.ndim - 4), self._data_axes, None, heads, None)
 
     def _cache_specs(self, tokens: jax.Array, size: int) -> Any:
@@ -265,7 +273,7 @@ class CachedSteps:
             return call(variables, tokens, rows=rows)[1][NEW_KEYS]
 
         cache = jax.eval_shape(keep, self.program.unpadded_state.params)
-        return jax.tree.map(self._cache_spec, cache)
+        return jax.tree_util.tree_map_with_path(self._cache_spec, cache)
 
     def put_rows(self, x: Any) -> jax.Array:
         """Shards rows `[B, ...]` over the devices; all processes must pass the same rows."""

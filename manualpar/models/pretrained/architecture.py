@@ -14,10 +14,19 @@ from typing import Any, NamedTuple
 
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields, nest_fields
+from manualpar.models.pretrained.decoded_files import quantization_of
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
-from manualpar.models.pretrained.families import FAMILIES, INERT_KEYS, UNUSED_KEYS, WRAPPERS
+from manualpar.models.pretrained.expert_keys import read_experts, read_latent
+from manualpar.models.pretrained.families import (
+    ALIASES,
+    FAMILIES,
+    INERT_KEYS,
+    UNSUPPORTED,
+    UNUSED_KEYS,
+    WRAPPERS,
+)
 from manualpar.models.pretrained.family import Family
-from manualpar.models.pretrained.keys import Keys
+from manualpar.models.pretrained.keys import LARGEST, Keys
 from manualpar.models.pretrained.rotations import FULL, SLIDING, read_rotations
 from manualpar.system.storage import GivenPath, user_path
 from manualpar.system.storage.untrusted import read_object
@@ -37,8 +46,8 @@ OF_WRAPPER = {"gemma3": "gemma3_text", "mistral3": "mistral", "aya_vision": "coh
 SILENT = frozenset(
     {"embd_pdrop", "resid_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout"}
 )
-LARGEST = 2**31  # Every size in a config must be smaller, and `num_layers` at most `DEEPEST`.
-DEEPEST = 10_000
+NULLABLE = ("q_lora_rank",)  # Keys for which `null` is no default, but stands for 0.
+DEEPEST = 10_000  # The most layers.
 
 
 class Architecture(NamedTuple):
@@ -106,18 +115,31 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     """
     config, wrapper = text_config(config)
     keys = Keys(config, where)
+    try:
+        quantization_of(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}.") from None
+    keys.left.pop("quantization_config", None)
     name = keys.get("model_type", "")
+    name = ALIASES.get(name, name) if isinstance(name, str) else name
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
-        raise keys.refuse("model_type", name, f"one of {', '.join(map(repr, FAMILIES))}")
+        known = f"one of {', '.join(map(repr, FAMILIES))}"
+        if isinstance(name, str) and name in UNSUPPORTED:
+            known += f"; these models have {UNSUPPORTED[name]}, which a Transformer lacks"
+        raise keys.refuse("model_type", name, known)
     for key, value in family.must_be.items():
         if (found := keys.take(key, value)) != value and (found or value):
             raise keys.refuse(key, found, f"{value!r}, the only value that a Transformer supports")
     fields: dict[str, Any] = dict(family.fixed)
     if name == "qwen3_moe" and "num_local_experts" in keys.left:
         keys.left["num_experts"] = keys.left.pop("num_local_experts")
+    if name == "deepseek_v2" and keys.get("topk_method", "greedy") == "greedy":
+        keys.left |= {"n_group": 1, "topk_group": 1}  # They may be null, and have no effect.
     for key, field in family.keys.items():
         fields[field] = _value(keys, key, field, family)
+    if "latent_rank" in fields:
+        fields |= read_latent(keys, fields)
     fields["num_kv_heads"] = fields.get("num_kv_heads") or fields["num_heads"]
     fields["head_size"] = fields.get("head_size") or fields["hidden_size"] // fields["num_heads"]
     if not fields["head_size"]:
@@ -141,7 +163,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
         activation = "gelu_pytorch_tanh"  # As transformers does for the first files.
     fields["activation"] = ACTIVATIONS[activation]
     if "num_experts" in fields:
-        fields |= _experts(keys, name, fields)
+        fields |= read_experts(keys, name, fields)
     fields |= _windows(keys, family, fields["num_layers"])
     fields |= family.read(keys, fields) if family.read else {}
     fields |= read_rotations(keys, name, fields)
@@ -193,7 +215,7 @@ def _value(keys: Keys, key: str, field: str, family: Family) -> Any:
     """Reads the value of `key`, which sets the field `field` of the `Transformer`."""
     default = DEFAULTS[field]
     value = keys.take(key, *([family.defaults[key]] if key in family.defaults else []))
-    may_be_none = key in family.defaults and family.defaults[key] is None
+    may_be_none = family.defaults.get(key, 0) is None or key in NULLABLE
     if value is None and (may_be_none or field in ("attention_soft_cap", "logit_soft_cap")):
         return 0.0 if isinstance(default, float) else 0
     if isinstance(default, bool):
@@ -203,36 +225,6 @@ def _value(keys: Keys, key: str, field: str, family: Family) -> Any:
     # The code makes lists with an entry for each layer, so the number of layers must be bounded.
     most = DEEPEST if field == "num_layers" else LARGEST - 1
     return keys.check(key, value, int, lambda x: 0 < x <= most, f"an integer from 1 to {most:,}")
-
-
-def _experts(keys: Keys, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the fields for dense layers and shared experts in a model with experts."""
-    if fields.get("normalize_gates") and fields["experts_per_token"] == 1:
-        raise keys.refuse(
-            "num_experts_per_tok", 1, "at least 2, because one normalized gate is always 1"
-        )
-    if family == "mixtral":
-        return {}
-    size = keys.take("intermediate_size", fields["mlp_size"])
-    num_layers, more = fields["num_layers"], dict[str, Any]()
-    if family == "dots1":
-        dense = keys.take("first_k_dense_replace", 0)
-        fits = "fewer than all layers"
-        keys.check("first_k_dense_replace", dense, int, lambda x: 0 <= x < num_layers, fits)
-        shared = keys.take("n_shared_experts", None)
-        shared = 0 if shared is None else shared
-        keys.check("n_shared_experts", shared, int, lambda x: 0 <= x < LARGEST, "0 or more")
-        more["shared_experts_size"] = shared * fields["mlp_size"]
-    else:
-        only = keys.take("mlp_only_layers", []) or []
-        dense = len(only) if isinstance(only, list) else -1
-        if only != list(range(dense)) or dense >= num_layers:
-            raise keys.refuse(
-                "mlp_only_layers", only, "the first layers, such as [0, 1], but not all, or []"
-            )
-    if dense:
-        keys.check("intermediate_size", size, int, lambda x: 0 < x < LARGEST, "1 or more")
-    return more | {"dense_layers": dense, "dense_mlp_size": size if dense else 0}
 
 
 def _windows(keys: Keys, family: Family, num_layers: int) -> dict[str, Any]:

@@ -18,6 +18,53 @@ from manualpar.models.pretrained.family import (
     Family,
 )
 
+# The routing of DeepSeek's models, with dense layers first and shared experts.
+DEEPSEEK_EXPERTS: Mapping[str, str] = {
+    "n_routed_experts": "num_experts",
+    "routed_scaling_factor": "gate_scale",
+    "n_group": "expert_groups",
+    "topk_group": "expert_groups_per_token",
+}
+SIGMOID: Mapping[str, Any] = {
+    **EXPERTS,
+    "expert_gates": "sigmoid",
+    "router_bias": True,
+    "expert_group_score": "best_two",
+}
+LATENT: Mapping[str, str] = {
+    **{key: field for key, field in EXPERT_SIZES.items() if key != "head_dim"},
+    "kv_lora_rank": "latent_rank",
+    "q_lora_rank": "latent_query_rank",
+    "qk_rope_head_dim": "latent_rotary_size",
+    "v_head_dim": "latent_value_size",
+}
+LATENT_DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+# Families with `first_k_dense_replace` dense layers, and `n_shared_experts` shared experts: the
+# defaults of these keys.
+DENSE_FIRST: Mapping[str, tuple[int, int]] = {
+    "dots1": (0, 0),
+    "deepseek_v2": (0, 2),
+    "deepseek_v3": (3, 1),
+    "glm4_moe": (1, 1),
+}
+# `model_type` -> why a `Transformer` cannot be such a model.
+UNSUPPORTED: Mapping[str, str] = {
+    "llama4": "attention within chunks, and gates that multiply the inputs of experts",
+    "llama4_text": "attention within chunks, and gates that multiply the inputs of experts",
+    "gemma4": "heads of two sizes, keys shared by layers, and an embedding in each layer",
+    "gemma4_text": "heads of two sizes, keys shared by layers, and an embedding in each layer",
+    "deepseek_v32": "an index that chooses the keys that each query sees",
+}
+# `model_type` -> the family that has the same models.
+ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -119,7 +166,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         fixed={**EXPERTS, "qkv_bias": True, "shared_gate": True},
         defaults={**COMMON, "norm_topk_prob": False},
-        must_be={"qkv_bias": True, "decoder_sparse_step": 1},
+        must_be={"qkv_bias": True},
         windows="listed",
     ),
     "qwen3_moe": Family(
@@ -127,25 +174,44 @@ FAMILIES: Mapping[str, Family] = {
         {**EXPERT_SIZES, "num_experts": "num_experts"},
         fixed={**EXPERTS, "query_key_norm": True},
         defaults={**COMMON, "norm_topk_prob": False},
-        must_be={**NO_BIAS, "decoder_sparse_step": 1},
+        must_be=NO_BIAS,
         windows="all if asked",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            **SIZES,
+            "num_experts_per_tok": "experts_per_token",
+            "num_local_experts": "num_experts",
+            "swiglu_alpha": "swiglu_alpha",
+            "swiglu_limit": "swiglu_limit",
+        },
+        fixed={
+            **EXPERTS,
+            "qkv_bias": True,
+            "attention_out_bias": True,
+            "attention_sinks": True,
+            "expert_biases": True,
+        },
+        defaults={
+            **COMMON,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        must_be={"attention_bias": True},
+        windows="by turns",
+        window_every=2,
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
         {
             **EXPERT_SIZES,
-            "n_routed_experts": "num_experts",
-            "routed_scaling_factor": "gate_scale",
-            "n_group": "expert_groups",
-            "topk_group": "expert_groups_per_token",
+            **DEEPSEEK_EXPERTS,
         },
-        fixed={
-            **EXPERTS,
-            "query_key_norm": True,
-            "expert_gates": "sigmoid",
-            "router_bias": True,
-            "expert_group_score": "best_two",
-        },
+        fixed={**SIGMOID, "query_key_norm": True},
         defaults={
             **COMMON,
             "norm_topk_prob": False,
@@ -160,6 +226,75 @@ FAMILIES: Mapping[str, Family] = {
         windows="last if asked",
     ),
     **DENSE_FAMILIES,
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            **EXPERT_SIZES,
+            **DEEPSEEK_EXPERTS,
+            "use_qk_norm": "query_key_norm",
+            "attention_bias": "qkv_bias",
+        },
+        fixed=SIGMOID,
+        defaults={
+            **COMMON,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": False,
+            "attention_bias": False,
+        },
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {**LATENT, **DEEPSEEK_EXPERTS, "rope_interleave": "rotary_interleaved"},
+        fixed=SIGMOID,
+        defaults={
+            **LATENT_DEFAULTS,
+            "num_key_value_heads": 128,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "rope_interleave": True,
+        },
+        must_be={
+            **NO_BIAS,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+        },
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        {
+            key: field
+            for key, field in {**LATENT, **DEEPSEEK_EXPERTS}.items()
+            if key != "norm_topk_prob"
+        },
+        fixed={
+            **EXPERTS,
+            "normalize_gates": False,
+            "rotary_interleaved": True,
+            "expert_group_score": "best",
+        },
+        defaults={
+            **LATENT_DEFAULTS,
+            "num_key_value_heads": None,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        must_be={
+            **NO_BIAS,
+            "mlp_bias": False,
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+            "moe_layer_freq": 1,
+        },
+    ),
 }
 # Keys that do not affect the function that a trained model computes, or that repeat other keys:
 # metadata, training settings, special tokens, and options of the library transformers.
@@ -167,6 +302,12 @@ UNUSED_KEYS = frozenset(
     {
         "_attn_implementation",
         "_name_or_path",
+        "auto_map",
+        "aux_loss_alpha",
+        "ep_size",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+        "seq_aux",
         "architectures",
         "attention_dropout",
         "bos_token_id",

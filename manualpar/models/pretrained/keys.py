@@ -6,6 +6,8 @@ from typing import Any
 
 from manualpar.errors import printable
 
+LARGEST = 2**31  # Every size in a config must be smaller.
+
 
 class Keys:
     """The keys of a `config.json` that have not been read yet."""

@@ -16,6 +16,7 @@ from manualpar.models.pretrained.architecture import (
     Architecture,
     parse_architecture,
 )
+from manualpar.models.pretrained.expert_keys import write_experts
 from manualpar.models.pretrained.families import FAMILIES
 from manualpar.models.pretrained.rotations import (
     FULL,
@@ -37,8 +38,9 @@ SAID = frozenset(
         ),
         *ROPE_FIELDS,
         *("rope_base", "rope_scaling", "local_rope_base", "attention_window", "global_every"),
-        *("rotary_features", "rotary_interleaved"),
+        *("rotary_features", "rotary_interleaved", "rope_scales_local"),
         *("attention_scale", "activation", "dense_layers", "dense_mlp_size", "shared_experts_size"),
+        "experts_every",
         *("num_kv_heads", "head_size", "learned_positions", "unrotated_global"),
         *("norm_kind", "norm_bias", "pre_norms", "shared_norm", "gated_mlp", "mlp_bias"),
         *("parallel_mlp", "attention_out_bias", "wide_query_key_norm"),
@@ -132,13 +134,7 @@ def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         config["sliding_window_pattern"] = every
         config["rope_local_base_freq"] = fields["local_rope_base"]
     config |= write_rotations(fields)
-    if dense := fields.get("dense_layers"):
-        if name == "dots1":
-            config["first_k_dense_replace"] = dense
-        else:
-            config["mlp_only_layers"] = list(range(dense))
-    if name == "dots1":
-        config["n_shared_experts"] = fields.get("shared_experts_size", 0) // fields["mlp_size"]
+    write_experts(name, fields, config)
     return config | (family.write(fields) if family.write else {})
 
 

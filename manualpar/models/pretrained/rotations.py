@@ -21,11 +21,18 @@ ROPE_BASE = {
     "olmo3": 5e5,
     "smollm3": 2e6,
     "cohere": 5e5,
+    "gpt_oss": 150_000.0,
 }
 # The families whose layers with a window have a rotation of their own, without scaling.
 TWO_ROTATIONS = frozenset({"gemma3_text", "olmo3"})
 # The families that rotate only some features, with the default of `partial_rotary_factor`.
-PARTIAL: Mapping[str, float] = {"phi3": 1.0, "glm": 0.5, "glm4": 0.5, "gpt_neox": 0.25}
+PARTIAL: Mapping[str, float] = {
+    "phi3": 1.0,
+    "glm": 0.5,
+    "glm4": 0.5,
+    "glm4_moe": 0.5,
+    "gpt_neox": 0.25,
+}
 # The families whose pairs are neighbours, see `Rotary.interleaved`.
 INTERLEAVED = frozenset({"glm", "glm4", "cohere", "cohere2"})
 ORIGINAL = "original_max_position_embeddings"
@@ -64,6 +71,8 @@ OPTIONAL: Mapping[str, Any] = {
     "attention_factor": 0.0,
     "truncate": True,
 }
+# What transformers assumes for gpt-oss without any keys.
+GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096}
 OLD_NAMES = {"su": "longrope"}  # Of the first files of Phi-3.
 
 
@@ -80,6 +89,8 @@ def read_rotations(keys: Keys, family: str, fields: Mapping[str, Any]) -> dict[s
     partial = keys.take("partial_rotary_factor", None)
     original = keys.take(ORIGINAL, None)
     has_windows = bool(fields.get("global_every"))
+    if family == "gpt_oss" and not both and not scaling:
+        scaling = GPT_OSS_SCALING
     for key, value in (("rope_parameters", both), ("rope_scaling", scaling)):
         if not isinstance(value, dict):
             raise keys.refuse(key, value, "an object")
@@ -98,7 +109,9 @@ def read_rotations(keys: Keys, family: str, fields: Mapping[str, Any]) -> dict[s
     else:
         found = _rotation(keys, family, both or scaling, defaults, size)
     of_one = family not in TWO_ROTATIONS and not fields.get("unrotated_global")
-    if has_windows and of_one and "rope_scaling" in found:
+    if family == "gpt_oss":
+        found["rope_scales_local"] = has_windows and "rope_scaling" in found
+    elif has_windows and of_one and "rope_scaling" in found:
         raise keys.refuse("rope_scaling", scaling or both, "none with layers of two kinds")
     if has_windows and family in TWO_ROTATIONS:
         local_base = keys.check(

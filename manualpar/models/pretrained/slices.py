@@ -21,7 +21,7 @@ from manualpar.core.state.state_arrays import Leaf
 from manualpar.models.pretrained.sources import Sources
 from manualpar.models.pretrained.tensor_bytes import bounds_of
 from manualpar.models.pretrained.tensor_files import TensorFiles
-from manualpar.models.pretrained.tensor_names import TensorPiece
+from manualpar.models.pretrained.tensor_names import TensorPiece, entry_of, is_entry
 
 THREADS = min(8, os.cpu_count() or 1)
 BOX_BYTES = 256 << 20
@@ -241,8 +241,8 @@ class Slice(NamedTuple):
         return turned[(..., *[0] * self.others)] if self.others else turned
 
 
-# (begin, end, ranges): a range of a tensor's dim; `ranges` has the range of each dim merged in it.
-_Read = tuple[int, int, dict[str, tuple[int, int]]]
+# (begin, end, step, ranges): entries of a tensor's dim; `ranges` has the range of each merged dim.
+_Read = tuple[int, int, int, dict[str, tuple[int, int]]]
 
 
 def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
@@ -270,10 +270,16 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
             first[dim] = begin
         else:
             dims = *dims, dim
+    for name in itertools.chain(*piece.merged):
+        if is_entry(name):
+            entry, size_of[name] = entry_of(name)
+            box_of[name] = entry, entry + 1
     for reads in itertools.product(*(_ranges(names, size_of, box_of) for names in piece.merged)):
-        spans = {name: span for _, _, inner in reads for name, span in inner.items()}
+        spans = {
+            name: span for *_, inner in reads for name, span in inner.items() if not is_entry(name)
+        }
         yield Slice(
-            tuple(slice(start, stop) for start, stop, _ in reads),
+            tuple(slice(start, stop, step) for start, stop, step, _ in reads),
             tuple((spans[x][0] - begin, spans[x][1] - begin) for x, begin in first.items()),
             tuple(stop - start for start, stop in spans.values()),
             tuple(list(spans).index(name) for name in dims),
@@ -284,13 +290,19 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
 def _ranges(
     names: Sequence[str], size_of: Mapping[str, int], bounds_of: Mapping[str, tuple[int, int]]
 ) -> list[_Read]:
-    """Computes the contiguous ranges of a merged dim that contain the bounds of the dims in it.
+    """Computes the ranges of a merged dim that contain the bounds of the dims in it.
 
     There is one range if the bounds cover all inner dims; otherwise at least one for each entry of
-    the outermost dim.
+    the outermost dim. If the innermost name is an entry `0:2`, the ranges have steps.
     """
     if not names:
-        return [(0, 1, {})]
+        return [(0, 1, 1, {})]
+    if len(names) > 1 and is_entry(names[-1]):
+        entry, step = entry_of(names[-1])
+        return [
+            (start * step + entry, stop * step, step, spans)
+            for start, stop, _, spans in _ranges(names[:-1], size_of, bounds_of)
+        ]
     outer, *inner = names
     start, stop = bounds_of[outer]
     size = 1
@@ -298,9 +310,9 @@ def _ranges(
         size *= size_of[name]
     if all(bounds_of[name] == (0, size_of[name]) for name in inner):
         whole = {name: bounds_of[name] for name in inner}
-        return [(start * size, stop * size, {outer: (start, stop), **whole})]
+        return [(start * size, stop * size, 1, {outer: (start, stop), **whole})]
     return [
-        (at * size + low, at * size + high, {outer: (at, at + 1), **spans})
+        (at * size + low, at * size + high, 1, {outer: (at, at + 1), **spans})
         for at in range(start, stop)
-        for low, high, spans in _ranges(inner, size_of, bounds_of)
+        for low, high, _, spans in _ranges(inner, size_of, bounds_of)
     ]

@@ -1,7 +1,9 @@
 """Tables of the tensors in a model's files from which each parameter is made.
 
 A `Rule` gives a parameter's tensor, and how the dims of both correspond, in the notation of einops:
-`D N H -> (N H) D`. A parameter may consist of several tensors, stacked along its leading dims: the
+`D N H -> (N H) D`. If a tensor contains several parameters, `0:2` stands for entry 0 of a dim of
+size 2: `D F -> (0:2 F) D` is the first half of the rows, and `D F -> (F 0:2) D` every second row. A
+parameter may consist of several tensors, stacked along its leading dims: the
 layers of a scan, and experts. So each parameter has a list of `TensorPiece`s, each with a tensor
 and its place in the parameter. This module opens no file and needs no device.
 
@@ -10,6 +12,7 @@ heads, `H` features of a head, `F` features inside an MLP, `E` experts.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -44,13 +47,21 @@ class TensorPiece(NamedTuple):
         size_of = dict(zip(self.dims, sizes, strict=True))
         if self.within:
             size_of[self.within[0]] = self.within[2]
-        shape = []
-        for names in self.merged:
-            size = 1
-            for name in names:
-                size *= size_of[name]
-            shape.append(size)
-        return tuple(shape)
+        return tuple(
+            math.prod(entry_of(name)[1] if is_entry(name) else size_of[name] for name in names)
+            for names in self.merged
+        )
+
+
+def is_entry(name: str) -> bool:
+    """Returns whether a name in a rule's dims is an entry, such as `0:2`, and no dim."""
+    return ":" in name
+
+
+def entry_of(name: str) -> tuple[int, int]:
+    """Returns (index, size) of an entry `index:size`."""
+    index, _, size = name.partition(":")
+    return int(index), int(size)
 
 
 # The rules of parameters outside of layers. `LAYER` has the rules of parameters in a layer, whose
@@ -101,11 +112,37 @@ QWEN2_MOE: Mapping[str, Rule] = {
     "experts/shared_down": Rule("mlp.shared_expert.down_proj.weight", "F D -> D F"),
     "experts/shared_router": Rule("mlp.shared_expert_gate.weight", "D E -> E D"),
 }
+GPT_OSS: Mapping[str, Rule] = {
+    "attention/out/bias": Rule("self_attn.o_proj.bias"),
+    "attention/sinks": Rule("self_attn.sinks"),
+    "experts/router": Rule("mlp.router.weight", "D E -> E D"),
+    "experts/logit_bias": Rule("mlp.router.bias"),
+    "experts/gate": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F 0:2)"),
+    "experts/up": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F 1:2)"),
+    "experts/down": Rule("mlp.experts.down_proj", "E F D -> E F D"),
+    "experts/gate_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F 0:2)"),
+    "experts/up_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F 1:2)"),
+    "experts/down_bias": Rule("mlp.experts.down_proj_bias", "E D -> E D"),
+}
+# Multi-head latent attention. With a latent of queries, `WITH_QUERY_LATENT` is added.
+DEEPSEEK: Mapping[str, Rule] = {
+    "attention/latent/kernel": Rule("self_attn.kv_a_proj_with_mqa.weight", "D R -> R D"),
+    "attention/latent_norm/scale": Rule("self_attn.kv_a_layernorm.weight"),
+    "attention/expand/kernel": Rule("self_attn.kv_b_proj.weight", "R N H -> (N H) R"),
+    "attention/query_latent/kernel": Rule("self_attn.q_a_proj.weight", "D Q -> Q D"),
+    "attention/query_latent_norm/scale": Rule("self_attn.q_a_layernorm.weight"),
+}
+WITH_QUERY_LATENT: Mapping[str, Rule] = {
+    "attention/query/kernel": Rule("self_attn.q_b_proj.weight", "Q N H -> (N H) Q"),
+}
 # The rules that differ from `LAYER` in some families, by the `model_type` of the family.
 OWN: Mapping[str, Mapping[str, Rule]] = {
     **DENSE_RULES,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
+    "gpt_oss": GPT_OSS,
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
@@ -141,6 +178,8 @@ def pieces_of_transformer(
     lengths = {shapes[path][0] for path, found in modules.items() if not found["own"]}
     in_scan = list(itertools.islice(unused, max(lengths, default=0) * len(scanned)))
     rules = {**TOP, **LAYER, **BIASES, **OWN.get(family, {})}
+    if any(path.endswith("attention/query_latent/kernel") for path in shapes):
+        rules |= WITH_QUERY_LATENT
     prefix = PREFIXES.get(family, "model.layers")
     sizes = _sizes(shapes)
     pieces = {}
@@ -200,7 +239,7 @@ def pieces_of(
     words = re.findall(r"\(([^()]*)\)|(\S+)", right) if arrow else [("", name) for name in names]
     merged = tuple(tuple((inside or single).split()) for inside, single in words)
     within: tuple[str, int, int] | tuple[()] = ()
-    inside = set(itertools.chain(*merged))
+    inside = {name for name in itertools.chain(*merged) if not is_entry(name)}
     if rule.part:
         dim, before, total = rule.part
         known = {**(sizes or {}), **dict(zip(dims, shape[stacked:], strict=False))}

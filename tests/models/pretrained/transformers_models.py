@@ -275,9 +275,35 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5}),
 }
 OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 3}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+}
 # Those of Qwen and dots.llm1 have a dense layer first; the routing of the last is DeepSeek's.
 WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5, "num_hidden_layers": 2}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 5,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 1.0,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
     "qwen2_moe": (
         "Qwen2Moe",
         OF_EXPERTS
@@ -293,6 +319,10 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         OF_EXPERTS
         | {"num_experts": 8, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
     ),
+    "qwen3_moe, every second layer": (
+        "Qwen3Moe",
+        OF_EXPERTS | {"num_experts": 8, "num_hidden_layers": 5, "decoder_sparse_step": 2},
+    ),
     "dots1": (
         "Dots1",
         OF_EXPERTS
@@ -305,6 +335,52 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
             "norm_topk_prob": True,
             "head_dim": 4,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        OF_EXPERTS
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 8,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        OF_EXPERTS
+        | LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 3.0,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "v_head_dim": 10,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        OF_EXPERTS
+        | LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 12,
+            "v_head_dim": 4,
+            "num_mtp_layers": 0,
+            "rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 0.8},
         },
     ),
 }
