@@ -8,10 +8,10 @@ import pytest
 from manualpar.models import Rotary, RotaryScaling, Transformer
 from manualpar.models.flat_fields import nest_fields
 from manualpar.models.pretrained.architecture import parse_architecture
-from manualpar.models.pretrained.model_config import complete_fields, write_config
-from manualpar.models.rotary import rotary_angles, rotate
 from manualpar.models.pretrained.keys import Keys
+from manualpar.models.pretrained.model_config import complete_fields, write_config
 from manualpar.models.pretrained.rotations import read_rotations
+from manualpar.models.rotary import rotary_angles, rotate
 
 ORIGINAL, HEAD = 64, 32
 PAIRS = HEAD // 2
