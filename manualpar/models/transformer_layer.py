@@ -59,9 +59,9 @@ class Layer(nn.Module):
         """Runs the layer; returns the new residual stream, and a `None` that `nn.scan` requires.
 
         The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position attends only to
-        positions with the same number in `document_BS`; `None` stands for one document. Without angles
-        nothing is rotated. With
-        `rows`, keys and values are kept in collections, see `Transformer`.
+        positions with the same number in `document_BS`; `None` stands for one document. Without
+        angles nothing is rotated. With `rows`, keys and values are kept in collections, see
+        `Transformer`.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
