@@ -36,6 +36,7 @@ OF_WRAPPER = {"gemma3": "gemma3_text", "mistral3": "mistral", "aya_vision": "coh
 # Inert keys of which no warning is needed, because everybody's files have them.
 SILENT = frozenset(
     {"embd_pdrop", "resid_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout"}
+    | {"classifier_dropout"}
 )
 LARGEST = 2**31  # Every size in a config must be smaller, and `num_layers` at most `DEEPEST`.
 DEEPEST = 10_000

@@ -38,9 +38,7 @@ def test_a_cap_may_be_null_and_gemma_3_never_applies_it():
 def test_the_text_model_of_a_multimodal_model_is_read():
     text = {key: value for key, value in GEMMA.items() if key != "model_type"}
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
-    with pytest.warns(
-        UserWarning, match=r"all of 'gemma3' except its text model .the vision tower"
-    ):
+    with pytest.warns(UserWarning, match=r"all of .* except its text model .the vision tower"):
         read = parse_architecture(config)
     assert (read.family, read.wrapper) == ("gemma3_text", "gemma3")
     assert read.flat_fields == parse_architecture({**text, "model_type": "gemma3_text"}).flat_fields
