@@ -6,8 +6,15 @@ from manualpar.models import Attention, Transformer
 from manualpar.models.pretrained.architecture import parse_architecture
 from manualpar.models.pretrained.families import INERT_KEYS, UNUSED_KEYS
 from manualpar.models.pretrained.model_config import architecture_of, write_config
-from tests.models.rotary_test import SIZES
 
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": 60,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 GEMMA = {**SIZES, "head_dim": 8, "num_key_value_heads": 2}
 
 
