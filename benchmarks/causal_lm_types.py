@@ -14,6 +14,7 @@ so that no type takes the others down. The command exits with 1 if a type is wro
 """
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -62,16 +63,13 @@ class Verdict(NamedTuple):
 
 def causal_lm_types() -> list[str]:
     """Returns the `model_type` of all causal language models of the installed transformers."""
-    from transformers.models.auto import modeling_auto
-
+    modeling_auto = importlib.import_module("transformers.models.auto.modeling_auto")
     return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def small_config(name: str) -> Any:
     """Makes a config of a type with small sizes, also of the text model within."""
-    from transformers import CONFIG_MAPPING
-
-    config_class = CONFIG_MAPPING[name]
+    config_class = importlib.import_module("transformers").CONFIG_MAPPING[name]
     default = config_class()
     options = _options(default)
     inner = getattr(default, "text_config", None)
@@ -92,9 +90,7 @@ def _options(default: Any) -> dict[str, Any]:
 
 def make_checkpoint(name: str, directory: Path) -> np.ndarray:
     """Saves a small random model of a type; returns its logits of `tokens`."""
-    import torch
-    import transformers
-
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     torch.manual_seed(0)
     make = transformers.AutoModelForCausalLM.from_config
     model = make(small_config(name), attn_implementation="eager", dtype=torch.float32).eval()
@@ -148,14 +144,14 @@ def judge_checkpoint(directory: Path, expected: np.ndarray, written: Path) -> Ve
     )
     state = load_hf(program, directory)
     logits = np.asarray(jax.jit(model.apply)(program.whole(state), inputs))
-    error = float(np.abs(logits - expected).max())
-    if not error <= TOLERANCE:
-        return Verdict("wrong", f"logits differ by {error:.2g}")
+    distance = float(np.abs(logits - expected).max())
+    if not distance <= TOLERANCE:
+        return Verdict("wrong", f"logits differ by {distance:.2g}")
     export_hf(program, state, written, like=directory)
     different = _different_files(directory, written)
     if different:
         return Verdict("wrong", f"the file has other {different}")
-    return Verdict("exact", f"{error:.1e}")
+    return Verdict("exact", f"{distance:.1e}")
 
 
 def _different_files(directory: Path, written: Path) -> str:
@@ -163,14 +159,25 @@ def _different_files(directory: Path, written: Path) -> str:
     from safetensors.numpy import load_file
 
     found = [
-        {k: v for path in sorted(place.glob("*.safetensors")) for k, v in load_file(path).items()}
+        {
+            _of_text_model(name): tensor
+            for path in sorted(place.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
         for place in (directory, written)
     ]
-    for name in sorted(found[0].keys() | found[1].keys()):
+    is_wrapped = json.loads((directory / "config.json").read_text())["model_type"] in WRAPPERS
+    for name in sorted(found[1].keys() if is_wrapped else found[0].keys() | found[1].keys()):
         first, second = (tensors.get(name) for tensors in found)
         if first is None or second is None or not np.array_equal(first, second):
             return name
     return ""
+
+
+def _of_text_model(name: str) -> str:
+    """Returns the name of a tensor without the prefixes of a multimodal model."""
+    name = name.replace("model.language_model.", "model.")
+    return name.removeprefix("language_model.")
 
 
 def judge_apart(name: str, seconds: float = SECONDS) -> Verdict:

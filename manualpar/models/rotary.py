@@ -102,7 +102,7 @@ class RotaryScaling(FieldGroup):
         They are `float32[size/2]`, or `float32[B, size/2]` if they depend on the lengths of `B`
         sequences, `int32[B]`. `None` stands for a length that is at most `original_length`.
         """
-        if self.needs_length and jnp.ndim(length) == 1:
+        if self.needs_length and isinstance(length, jax.Array) and length.ndim == 1:
             each: jax.Array = jax.vmap(lambda own: self.frequencies(base, size, length=own))(length)
             return each
         exponents = jnp.arange(0, size, 2, dtype=jnp.float32) / size

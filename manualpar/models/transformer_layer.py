@@ -20,7 +20,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.tracing.scopes import TENSOR_SCOPE
 from manualpar.layers import MoE, SplitDense, enter, split
 from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.key_value_cache import (
@@ -31,9 +30,9 @@ from manualpar.layers.attention.key_value_cache import (
     attend_to_kept,
     keep_prompts,
 )
-from manualpar.layers.boundaries import bound_axes
 from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.layers.ring_chunks import Chunks
+from manualpar.layers.wide_norm import mean_square_of_heads
 from manualpar.models.layer_config import ACTIVATIONS, LayerConfig
 from manualpar.models.rotary import rotate, scaled
 
@@ -59,9 +58,9 @@ class Layer(nn.Module):
         """Runs the layer; returns the new residual stream, and a `None` that `nn.scan` requires.
 
         The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position attends only to
-        positions with the same number in `document_BS`; `None` stands for one document. Without angles
-        nothing is rotated. With
-        `rows`, keys and values are kept in collections, see `Transformer`.
+        positions with the same number in `document_BS`; `None` stands for one document. Without
+        angles nothing is rotated. With `rows`, keys and values are kept in collections, see
+        `Transformer`.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
@@ -238,11 +237,7 @@ class WideNorm(nn.Module):
         shape = heads, config.head_size
         scale_NH: jax.Array = self.param("scale", init, shape, jnp.float32)
         x = x_BSNH.astype(jnp.float32)
-        mean = jnp.mean(jnp.square(x), axis=(-2, -1), keepdims=True)
-        if axes := bound_axes("WideNorm", config.split.axis):
-            # Devices that share a key head all have it, and equally many of them.
-            with jax.named_scope(TENSOR_SCOPE):
-                mean = jax.lax.pmean(mean, axes)
+        mean = mean_square_of_heads(x, config.split.axis)
         unit = x * jax.lax.rsqrt(mean + config.norm.epsilon)
         return (unit * scale_NH[None, None]).astype(config.dtype)
 

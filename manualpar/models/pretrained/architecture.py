@@ -45,6 +45,7 @@ OF_WRAPPER = {"gemma3": "gemma3_text", "mistral3": "mistral", "aya_vision": "coh
 # Inert keys of which no warning is needed, because everybody's files have them.
 SILENT = frozenset(
     {"embd_pdrop", "resid_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout"}
+    | {"classifier_dropout"}
 )
 NULLABLE = ("q_lora_rank",)  # Keys for which `null` is no default, but stands for 0.
 DEEPEST = 10_000  # The most layers.

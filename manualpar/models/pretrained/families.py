@@ -6,6 +6,7 @@ windows need code, which is in `manualpar.models.pretrained.architecture`.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from manualpar.models.pretrained.dense_families import DENSE_FAMILIES, read_biases, write_biases
 from manualpar.models.pretrained.family import (

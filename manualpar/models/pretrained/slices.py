@@ -238,7 +238,8 @@ class Slice(NamedTuple):
     def turned(self, value: np.ndarray) -> np.ndarray:
         """Returns a view of `value`, the content of the slice, with the dims of the parameter."""
         turned = value.reshape(self.split).transpose(self.order)
-        return turned[(..., *[0] * self.others)] if self.others else turned
+        index: Any = (..., *[0] * self.others)
+        return turned[index] if self.others else turned
 
 
 # (begin, end, step, ranges): entries of a tensor's dim; `ranges` has the range of each merged dim.
@@ -261,15 +262,16 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
             return
     size_of = dict(zip(piece.dims, sizes, strict=True))
     box_of = dict(zip(piece.dims, box, strict=True))
-    first, dims = dict.fromkeys(piece.dims, 0), piece.dims
+    first: dict[str, int] = dict.fromkeys(piece.dims, 0)
+    dims = piece.dims
     if piece.within:
-        dim, begin, size_of[dim] = piece.within
-        start, stop = box_of.get(dim, (0, 1))
-        box_of[dim] = start + begin, stop + begin
-        if dim in first:
-            first[dim] = begin
+        shared, begin, size_of[shared] = piece.within
+        low, high = box_of.get(shared, (0, 1))
+        box_of[shared] = low + begin, high + begin
+        if shared in first:
+            first[shared] = begin
         else:
-            dims = *dims, dim
+            dims = *dims, shared
     for name in itertools.chain(*piece.merged):
         if is_entry(name):
             entry, size_of[name] = entry_of(name)

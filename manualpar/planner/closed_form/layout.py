@@ -200,13 +200,18 @@ def check_closed_form(model: Transformer) -> None:
     }
     if model.experts.num_experts and not model.experts.capacity_factor:
         expected |= {"capacity_factor": 1.25}
+    # These layers have other products and vectors than the forms count.
+    expected |= {"gated_mlp": True, "mlp_bias": False, "learned_positions": 0}
+    expected |= {"attention_out_bias": False, "wide_query_key_norm": False, "norm_bias": False}
+    expected |= {"pre_norms": True, "parallel_mlp": False}
     fields = flatten_fields(model)
     for field, value in expected.items():
         if (got := fields[field]) != value:
             raise ValueError(
                 f"plan: config.model.{field} is {got}, expected {value} in an estimate in closed "
                 "form, which covers neither latent attention, nor dense layers before layers with "
-                "experts, nor shared experts, nor biases of experts, nor experts without a capacity"
+                "experts, nor shared experts, nor biases of experts, nor experts without a "
+                "capacity, nor layers with other products and norms"
             )
 
 

@@ -37,6 +37,9 @@ SIZES: dict[str, Any] = {
 }
 
 
+ABSENT = "absent"  # The value of a key in `SIZES` that a family does not have.
+
+
 class Saved(NamedTuple):
     """A model that is saved.
 
@@ -71,7 +74,8 @@ def _saved(family: str, fields: str) -> Saved:
     import transformers
 
     config_class = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")
-    config = config_class(**(SIZES | json.loads(fields)))
+    options = SIZES | json.loads(fields)
+    config = config_class(**{key: x for key, x in options.items() if x != ABSENT})
     torch.manual_seed(0)
     make = transformers.AutoModelForCausalLM.from_config
     model = make(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -237,11 +241,12 @@ PHI3_ROPE = {
     "long_factor": [3.0, 5.0],
     "partial_rotary_factor": 0.5,
 }
-GPT2_SIZES = {
+GPT2_SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "n_positions": 32,
+    **dict.fromkeys(("intermediate_size", "num_key_value_heads"), ABSENT),
 }
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 8}),
@@ -266,13 +271,13 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.1,
         },
     ),
-    "ministral": ("Ministral", {"sliding_window": WINDOW}),
+    "ministral": ("Ministral", {"sliding_window": WINDOW, "head_dim": 4}),
     "glm": ("Glm", {"head_dim": 8}),
     "glm4": ("Glm4", {"head_dim": 8}),
     "cohere": ("Cohere", {"attention_bias": True}),
     "cohere2": ("Cohere2", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
     "gpt2": ("GPT2", GPT2_SIZES),
-    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5}),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": ABSENT}),
 }
 OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 3}
 YARN = {
