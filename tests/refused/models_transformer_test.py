@@ -129,7 +129,7 @@ REFUSED = [
         ({"dense_layers": 2}, "experts.dense_layers is 2, expected less than num_layers=2"),
         (
             {"dense_layers": 1, "attention_window": 2, "global_every": 2},
-            "experts.dense_layers is 1, expected a multiple of attention.global_every=2",
+            "experts.dense_layers is 1, expected a multiple of 2",
         ),
         ({"dense_mlp_size": 8}, "Experts: dense_mlp_size is 8, expected 0 without dense_layers"),
     ),

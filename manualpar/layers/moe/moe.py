@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import AxisName, axis_tuple
 from manualpar.core.parameters.collectives import gather_invariant, varying_axes
 from manualpar.core.parameters.split_parameter import split
-from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE
+from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import bound_axes, enter, leave
 from manualpar.layers.field_groups import refuse
@@ -262,7 +262,8 @@ class MoE(nn.Module):
             down_bias = enter(down_bias, model_axis)
             # The outputs are summed over the model axis, so only one device may add the bias.
             if model_axes := bound_axes("MoE", model_axis):
-                down_bias = jnp.where(jax.lax.axis_index(model_axes) == 0, down_bias, 0)
+                with jax.named_scope(TENSOR_SCOPE):
+                    down_bias = jnp.where(jax.lax.axis_index(model_axes) == 0, down_bias, 0)
             weights = weights._replace(
                 gate_bias=self.param("gate_bias", split(zeros, wide), (E, F)),
                 up_bias=self.param("up_bias", split(zeros, wide), (E, F)),
@@ -275,12 +276,9 @@ class MoE(nn.Module):
         D, model_axis = x_BSD.shape[-1], self.model_axis or None
         F = self.shared_size or self.num_shared * self.mlp_size
         into, out = split(_normal(1.0), (None, model_axis)), (model_axis, None)
-        weights = Weights(
-            self.param("shared_gate", into, (D, F)),
-            self.param("shared_up", into, (D, F)),
-            self.param("shared_down", split(_normal(self.down_scale), out), (F, D)),
-        )
-        y_BSD = gated_mlp(x_BSD, weights)
+        gate, up = (self.param(f"shared_{name}", into, (D, F)) for name in ("gate", "up"))
+        down = self.param("shared_down", split(_normal(self.down_scale), out), (F, D))
+        y_BSD = gated_mlp(x_BSD, Weights(gate, up, down))
         if not self.shared_is_gated:
             return y_BSD
         router_D1 = self.param("shared_router", nn.initializers.normal(D**-0.5), (D, 1))

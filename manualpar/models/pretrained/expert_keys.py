@@ -72,8 +72,10 @@ def _dense_layers_of_qwen(keys: Keys, num_layers: int) -> tuple[int, int]:
     if not isinstance(only, list):
         raise keys.refuse("mlp_only_layers", only, "a list of layers")
     sparse = [i for i in range(num_layers) if i not in only and (i + 1) % step == 0]
+    if not sparse and step > num_layers:
+        raise keys.refuse("decoder_sparse_step", step, f"up to num_hidden_layers={num_layers}")
     if not sparse:
-        raise keys.refuse("decoder_sparse_step", step, "a layer with experts")
+        raise keys.refuse("mlp_only_layers", only, "a layer that has experts")
     every = sparse[1] - sparse[0] if len(sparse) > 1 else min(step, sparse[0] + 1)
     dense = sparse[0] // every * every
     if sparse != list(range(dense + every - 1, num_layers, every)):
