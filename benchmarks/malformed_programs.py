@@ -37,6 +37,10 @@ TEMPLATES = {
     "a large text": "{% for a in range(99999) %}{{ messages|length }}" + "a" * 99 + "{% endfor %}",
     "a list of itself": NESTED + "{% endfor %}{{ ns.x }}",
     "a list of itself as JSON": NESTED + "{% endfor %}{{ ns.x|tojson }}",
+    "a deep list": NAMESPACE + "{% set ns.x = [] %}{% for a in range(90000) %}"
+    "{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
+    "links": "{{ ('http://a.b ' * 10**6)|urlize }}",
+    "loops that call themselves": "{% for a in [[1]] recursive %}{{ loop([a]) }}{% endfor %}",
     "calls": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "calls twice": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}"
     "{{ m(99) }}",

@@ -21,12 +21,31 @@ from manualpar.training.load_run import Trained
 
 # The fields that an output line adds to the fields of the prompt's line.
 ADDED = ("text", "ending", "tokens")
+# The flags that are options of `Generator.stream`.
+OPTIONS = (
+    "max_tokens",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "samples",
+    "seed",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "beams",
+    "length_penalty",
+    "early_stopping",
+)
+EARLY: dict[str, bool | str] = {"no": False, "yes": True, "never": "never"}
 
 
 USAGE = """Answers prompts with a run's newest checkpoint, or with a Hugging Face model.
 
 {program} --workdir=<folder> --prompt="Once upon a time"
-    [--temperature=0.8] [--top-k=<number>] [--top-p=<probability>]
+    [--temperature=0.8] [--top-k=<number>] [--top-p=<probability>] [--beams=<number>]
     [--max-tokens=<number>] [--stop=<text> ...] [--seed=<number>] [--chat]
     [--mesh=data=4,model=2] [--devices=<number>]
 {program} --hf=<directory> --prompts=<lines, .jsonl or ->
@@ -48,47 +67,34 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--chat", action="store_true", help="Treats each prompt as a chat message.")
     parser.add_argument("--output", type=path_flag, help="The JSONL file of answers to --prompts.")
     parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=128,
-        help="The most tokens of an answer. [default %(default)s]",
+        "--log-probabilities",
+        action="store_true",
+        help="Adds the log-probability of each token to the lines of --prompts.",
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="The divisor of the logits; 0 always chooses the likeliest token. [default 0]",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        help="Draws from this number of likeliest tokens; 0 for all. [default %(default)s]",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="Draws from the likeliest tokens with this probability together; 1 for all. "
-        "[default 1]",
-    )
-    parser.add_argument(
-        "--stop", action="append", default=[], help="A text that ends an answer; repeatable."
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="The seed of the answers. [default %(default)s]"
-    )
+    _length_flags(parser.add_argument_group("the end of an answer"))
+    _draw_flags(parser.add_argument_group("draws"))
+    _penalty_flags(parser.add_argument_group("changed probabilities"))
+    _beam_flags(parser.add_argument_group("beam search"))
     flags = parser.parse_args(argv[1:])
 
     def work(trained: Trained, generator: Generator) -> None:
-        names = ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")
-        options = {name: getattr(flags, name) for name in names}
+        options = {name: getattr(flags, name) for name in OPTIONS}
+        options["early_stopping"] = EARLY[flags.early_stopping]
+        if flags.prompt is not None and flags.samples > 1 and flags.beams == 1:
+            raise UsageError(
+                f"--samples={flags.samples} draws several answers at once, expected --prompts, "
+                "which writes each as a line, or --beams."
+            )
         if flags.prompt is None:
             _answer_all(trained, generator, flags, options)
             return
         prompts = _prompts(trained, flags, [{"prompt": flags.prompt}])
         begin = "" if flags.chat else flags.prompt
+        row = 0
         for piece in generator.stream(trained.state, prompts, **options):
+            if piece.row != row:  # Only the answers of a beam search come one after another.
+                show("\n")
+                begin, row = "" if flags.chat else flags.prompt, piece.row
             show(begin + piece.text)
             begin = ""
         show("\n")
@@ -100,9 +106,11 @@ def _answer_all(
     trained: Trained, generator: Generator, flags: argparse.Namespace, options: dict[str, Any]
 ) -> None:
     lines = read_lines(flags.prompts)
-    check_lines(f"--prompts={flags.prompts}", lines, texts=(), added=ADDED)
+    added = (*ADDED, "log_probabilities") if flags.log_probabilities else ADDED
+    check_lines(f"--prompts={flags.prompts}", lines, texts=(), added=added)
     answers = generator.generate(trained.state, _prompts(trained, flags, lines), **options)
-    text = "".join(map(_line, lines, answers))
+    asked = [line for line in lines for _ in range(flags.samples)]
+    text = "".join(_line(line, answer, added) for line, answer in zip(asked, answers, strict=True))
     if flags.output:
         write_output(flags.output, text)
     else:
@@ -119,15 +127,15 @@ def _prompts(
         where = f"--prompts={flags.prompts}, line {number}: " if flags.prompts else "--prompt: "
         if not {"prompt", "messages"} & line.keys():
             raise UsageError(f"{where}expected a field 'prompt' or 'messages'.")
-        messages = line.get("messages")
-        if messages is None and flags.chat:
-            messages = [{"role": "user", "content": line["prompt"]}]
-        if messages is None:
+        chat = line if line.get("messages") is not None else None
+        if chat is None and flags.chat:
+            chat = {**line, "messages": [{"role": "user", "content": line["prompt"]}]}
+        if chat is None:
             prompts.append(_prompt(line["prompt"], where))
             continue
         chats = chats or Chats(trained.tokenizer, trained.template)
         try:
-            prompts.append(chats.prompt(messages))
+            prompts.append(chats.prompt(chat))
         except ValueError as error:
             raise UsageError(f"{where}it {error}.") from error
     return prompts
@@ -142,5 +150,101 @@ def _prompt(value: Any, where: str) -> Prompt:
     )
 
 
-def _line(asked: dict[str, Any], answer: Answer) -> str:
-    return output_line({**asked, **{name: getattr(answer, name) for name in ADDED}})
+def _line(asked: dict[str, Any], answer: Answer, added: Sequence[str]) -> str:
+    return output_line({**asked, **{name: getattr(answer, name) for name in added}})
+
+
+def _length_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        help="The most tokens of an answer. [default %(default)s]",
+    )
+    group.add_argument(
+        "--stop", action="append", default=[], help="A text that ends an answer; repeatable."
+    )
+
+
+def _draw_flags(group: argparse._ArgumentGroup) -> None:
+    for flag, kind, default, meaning in (
+        (
+            "--temperature",
+            float,
+            0.0,
+            "The divisor of the logits; 0 always chooses the likeliest token.",
+        ),
+        ("--top-k", int, 0, "Draws from this number of likeliest tokens; 0 for all."),
+        (
+            "--top-p",
+            float,
+            1.0,
+            "Draws from the likeliest tokens with this probability together; 1 for all.",
+        ),
+        (
+            "--min-p",
+            float,
+            0.0,
+            "Draws from tokens with this fraction of the likeliest token's probability; 0 for all.",
+        ),
+        ("--samples", int, 1, "The answers to each prompt: draws, or the best of --beams."),
+        ("--seed", int, 0, "The seed of the answers."),
+    ):
+        group.add_argument(flag, type=kind, default=default, help=f"{meaning} [default {default}]")
+
+
+def _penalty_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="Makes tokens of the prompt and the answer less likely if above 1. [default 1]",
+    )
+    group.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        help="Subtracted from a token's logit for each time the answer has it. [default 0]",
+    )
+    group.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        help="Subtracted from the logits of tokens that the answer has. [default 0]",
+    )
+    group.add_argument(
+        "--logit-bias",
+        type=_biases,
+        default={},
+        metavar="TOKEN:NUMBER,...",
+        help="Numbers to add to the logits of tokens, such as 50256:-100. [default none]",
+    )
+
+
+def _beam_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--beams", type=int, default=1, help="The number of beams; 1 for no search. [default 1]"
+    )
+    group.add_argument(
+        "--length-penalty",
+        type=float,
+        default=1.0,
+        help="The exponent of the length that divides an answer's score. [default 1]",
+    )
+    group.add_argument(
+        "--early-stopping",
+        choices=tuple(EARLY),
+        default="no",
+        help="yes ends a search with as many answers as beams; never goes on until no answer can "
+        "become better. [default no]",
+    )
+
+
+def _biases(text: str) -> dict[int, float]:
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return {int(token): float(number) for token, number in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected tokens with numbers, such as 50256:-100,13:2.5"
+        ) from None

@@ -8,6 +8,9 @@ The labels in the loss are the tokens of the assistant's messages or of the comp
 token that ends an answer. All other tokens are only inputs. White space that the template writes
 after the end token is an input too.
 
+A chat may have `"tools"`, `"documents"`, and `"chat_template_kwargs"` with other variables of the
+template, as in TRL. A message of the assistant may have `"tool_calls"`.
+
 A chat is refused if a message contains the text of a special token, so that no message can insert
 special tokens.
 """
@@ -28,6 +31,8 @@ from manualpar.errors import require
 from manualpar.system.storage.untrusted import parse_object
 
 T = TypeVar("T")
+# The variables of a template that `chat_template_kwargs` may not set.
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
 
 
 class ChatEncoder:
@@ -81,12 +86,12 @@ class ChatEncoder:
     ) -> list[np.ndarray | ValueError]:
         """Encodes each line as an example; the result for a refused line is its error."""
         made: dict[int, np.ndarray | ValueError] = {}
-        chats: dict[int, Any] = {}
+        chats: dict[int, Mapping[str, Any]] = {}
         for number, line in enumerate(lines):
             if isinstance(line, ValueError):
                 made[number] = line
             elif "messages" in line:
-                chats[number] = line["messages"]
+                chats[number] = line
             else:
                 made[number] = _attempt(self._of_texts, line)
         if chats:
@@ -140,35 +145,34 @@ class Chats:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
+        self._template.choose_turns({token.content for token in added.values()})
+        self._refused = (*self._special.values(), *sum(self._template.turns or (), ()), BEGIN, END)
 
-    def prompt(self, messages: Any) -> list[int]:
+    def prompt(self, chat: Mapping[str, Any]) -> list[int]:
         """Encodes a chat as a prompt, which ends where the assistant begins to write.
+
+        Args:
+          chat: The fields of a line: `messages`, and optionally `tools`, `documents` and
+            `chat_template_kwargs`.
 
         Raises:
           ValueError: `messages` is not a list of messages. The caller puts the line's number
             before the error's message.
         """
-        self._check(messages)
-        text = self._template.prompt(messages)
+        messages, given = self._checked(chat)
+        text = self._template.prompt(messages, given)
         tokens: list[int] = self._encode(text).ids
         return tokens
 
-    def example(self, messages: Any) -> np.ndarray:
-        """Encodes messages as an example, `uint32[N]`.
+    def examples(self, chats: Sequence[Mapping[str, Any]]) -> list[np.ndarray | ValueError]:
+        """Encodes each chat, see `prompt`, as an example, `uint32[N]`.
 
-        Raises:
-          ValueError: `messages` is not a list of messages, or has no answer to train on.
+        The result for a refused chat, which may have no answer to train on, is its error.
         """
-        (made,) = self.examples([messages])
-        if isinstance(made, ValueError):
-            raise made
-        return made
-
-    def examples(self, chats: Sequence[Any]) -> list[np.ndarray | ValueError]:
-        """Encodes each chat as `example` does; the result for a refused chat is its error."""
-        made: list[Any] = [_attempt(self._check, messages) for messages in chats]
-        good = [number for number, error in enumerate(made) if error is None]
-        rendered = self._template.render_all([chats[number] for number in good])
+        made: list[Any] = [_attempt(self._checked, chat) for chat in chats]
+        good = [number for number, found in enumerate(made) if not isinstance(found, ValueError)]
+        messages, given = ([made[number][part] for number in good] for part in (0, 1))
+        rendered = self._template.render_all(messages, given)
         for number, answer in zip(good, rendered, strict=True):
             if isinstance(answer, ValueError):
                 made[number] = answer
@@ -182,12 +186,17 @@ class Chats:
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         for start, stop in spans:
             inside = (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+            if self._template.has_marks:
+                # As transformers: up to the first token of the last character.
+                ends = (offsets[:, 0] < stop) & (offsets[:, 1] >= stop)
+                inside &= np.cumsum(ends) - ends < 1
             if not inside.any():
                 continue
             first, last = np.flatnonzero(inside)[[0, -1]]
-            special = [i for i in range(first, last + 1) if encoding.ids[i] in self._special]
-            if special and not text[offsets[special[-1], 1] : stop].strip():
-                last = special[-1]
+            if not self._template.has_marks:
+                special = [i for i in range(first, last + 1) if encoding.ids[i] in self._special]
+                if special and not text[offsets[special[-1], 1] : stop].strip():
+                    last = special[-1]
             tokens[first : last + 1] |= LEARNED
         if not (tokens[1:] & LEARNED).any():
             raise ValueError("has no answer to train on; expected a message of the assistant")
@@ -200,24 +209,69 @@ class Chats:
         except ValueError as error:
             raise ValueError(f"has a text that the tokenizer cannot encode ({error})") from error
 
-    def _check(self, messages: Any) -> None:
+    def _checked(self, chat: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Returns the messages of a line, and the values of the template's other variables."""
+        messages = chat["messages"]
         if not isinstance(messages, list) or not messages:
             raise ValueError("has no messages, expected a list of them")
         for number, message in enumerate(messages, 1):
-            texts = message if isinstance(message, dict) else {}
+            fields = message if isinstance(message, dict) else {}
+            calls = fields.get("tool_calls")
+            if calls is not None:
+                self._check_objects(f"a message {number} whose tool_calls", calls)
             for field in ("role", "content"):
-                value = texts.get(field)
-                if not isinstance(value, str):
+                value = fields.get(field)
+                if not isinstance(value, str) and not (field == "content" and calls and not value):
                     raise ValueError(
                         f"has a message {number} whose {field} is {_kind(value)}, expected a text"
                     )
-                _utf8(value)
-                for token in (*self._special.values(), BEGIN, END):
-                    if token in value:
-                        raise ValueError(
-                            f"has a message {number} whose {field} spells out the special token "
-                            f"{token!r}, which only a template may write"
-                        )
+            if calls and not self._template.mentions("tool_calls"):
+                raise ValueError(
+                    f"has a message {number} with tool_calls, which the chat's template leaves out"
+                )
+            for field, value in fields.items():
+                self._check_texts(f"a message {number} whose {field}", value)
+        given = chat.get("chat_template_kwargs") or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"has chat_template_kwargs {_kind(given)}, expected an object")
+        for name in RESERVED & given.keys():
+            raise ValueError(f"has chat_template_kwargs with {name!r}, which is a field of its own")
+        for name in ("tools", "documents"):
+            value = chat.get(name)
+            if isinstance(value, str):  # As TRL writes tools in columns of texts.
+                try:
+                    value = parse_object(f'{{"{name}": {value}}}')[name]
+                except ValueError as error:
+                    raise ValueError(f"has {name} whose text {error}") from error
+            if value:
+                self._check_objects(name, value)
+                if not self._template.mentions(name):
+                    raise ValueError(f"has {name}, which the chat's template leaves out")
+                given = {**given, name: value}
+        for name, value in given.items():
+            self._check_texts(f"a variable {name!r} that", value)
+        return messages, given
+
+    def _check_objects(self, name: str, value: Any) -> None:
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise ValueError(f"has {name} that are no list of objects")
+
+    def _check_texts(self, name: str, value: Any) -> None:
+        """Refuses texts anywhere in a JSON value that spell out a special token."""
+        if isinstance(value, str):
+            _utf8(value)
+            for token in self._refused:
+                if token in value:
+                    raise ValueError(
+                        f"has {name} spells out the special token {token!r}, which only a template "
+                        "may write"
+                    )
+        elif isinstance(value, dict):
+            self._check_texts(name, list(value))
+            self._check_texts(name, list(value.values()))
+        elif isinstance(value, list):
+            for each in value:
+                self._check_texts(name, each)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | ValueError:

@@ -35,10 +35,19 @@ SAID_CHARACTERS = 300  # The longest error message from a template; the rest is 
 # no text contains.
 BEGIN, END = "\ufdd0", "\ufdd1"
 Messages = list[dict[str, Any]]
+# A chat's messages, and the values of other variables of the template, such as `tools`.
+Chat = tuple[Messages, dict[str, Any]]
+# A message's reasoning has one of these names. Templates get it by the first two.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 Span = tuple[int, int]
 Rendered = tuple[str, list[Span]]
 LENGTH_BYTES = 8
 BUFFER_BYTES = 1 << 18
+
+
+def has_marks(source: str) -> bool:
+    """Returns whether a template marks the assistant's text."""
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 
 class Refused(Exception):  # noqa: N818  # A refusal is not an error of this program.
@@ -59,19 +68,22 @@ class Renderer:
         except Exception as error:
             raise Refused(f"is no Jinja template ({_said(error)})") from None
         self._tokens = dict(tokens)
-        self._has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+        self._has_marks = has_marks(source)
 
-    def render(self, messages: Messages) -> Rendered:
+    def render(self, chat: Chat) -> Rendered:
         """Renders a chat; returns its text and the spans that the assistant wrote, in order."""
+        messages, given = chat
         now = datetime.datetime.now()  # The same time in all renderings of the chat.
         if self._has_marks:
-            return _without_marks(self._render(messages, now))
-        text, spans = self._render(messages, now), []
+            return _without_marks(self._render(messages, given, now))
+        text, spans = self._render(messages, given, now), []
         for index, message in enumerate(messages):
             if message.get("role") == "assistant":
-                before = self._render(messages[:index], now, prompt=True) if index else ""
+                before = ""
+                if index:
+                    before = self._render(messages[:index], given, now, prompt=True)
                 is_last = index + 1 == len(messages)
-                after = text if is_last else self._render(messages[: index + 1], now)
+                after = text if is_last else self._render(messages[: index + 1], given, now)
                 if not (after.startswith(before) and text.startswith(after)):
                     raise Refused(
                         f"has a message {index + 1} of the assistant, which the chat's template "
@@ -81,33 +93,49 @@ class Renderer:
                 spans.append((len(before), len(after)))
         return text, spans
 
-    def prompt(self, messages: Messages) -> Rendered:
-        """Renders a chat followed by the prompt for the assistant."""
-        return _without_marks(self._render(messages, datetime.datetime.now(), prompt=True))
+    def text(self, chat: Chat) -> Rendered:
+        """Renders a chat; returns its text and no spans."""
+        text, _ = _without_marks(self._render(*chat, datetime.datetime.now()))
+        return text, []
 
-    def _render(self, messages: Messages, now: datetime.datetime, *, prompt: bool = False) -> str:
+    def prompt(self, chat: Chat) -> Rendered:
+        """Renders a chat followed by the prompt for the assistant."""
+        return _without_marks(self._render(*chat, datetime.datetime.now(), prompt=True))
+
+    def _render(
+        self,
+        messages: Messages,
+        given: dict[str, Any],
+        now: datetime.datetime,
+        *,
+        prompt: bool = False,
+    ) -> str:
         def strftime_now(form: str) -> str:
             return now.strftime(form)
 
         try:
             text: str = self._template.render(
-                messages=list(messages),
+                **{"tools": None, "documents": None, **self._tokens, **given},
+                messages=[_with_reasoning(message) for message in messages],
                 add_generation_prompt=prompt,
-                tools=None,
-                documents=None,
                 strftime_now=strftime_now,
-                **self._tokens,
             )
         except Exception as error:  # The program of a template may raise any exception.
             raise Refused(f"is refused by the chat's template ({_said(error)})") from None
         if len(text) > MAX_CHARACTERS:
-            most = MAX_CHARACTERS + MAX_GROWTH * len(marshal.dumps(messages))
+            most = MAX_CHARACTERS + MAX_GROWTH * len(marshal.dumps((messages, given)))
             if len(text) > most:
                 raise Refused(
                     "is refused by the chat's template (it makes a text of "
                     f"{len(text):,} characters, expected at most {most:,})"
                 )
         return text
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Gives a message's reasoning the names that templates read, as transformers does."""
+    found = [message[name] for name in REASONING if message.get(name) is not None]
+    return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
 
 
 def _said(error: Exception) -> str:
@@ -153,8 +181,16 @@ def _environment() -> Any:
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **options})
+    # The arguments of the filter in transformers.
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -227,8 +263,8 @@ def main() -> None:
         while renderers:
             kind, chats = receive(requests)
             render = getattr(renderers[0], kind)
-            for messages in chats:
-                is_fine, rendered = answer_within(functools.partial(render, messages), seconds)
+            for chat in chats:
+                is_fine, rendered = answer_within(functools.partial(render, chat), seconds)
                 send_message(answers, (is_fine, rendered))
                 if not is_fine:
                     break  # Does not try later chats, which may need as much time.

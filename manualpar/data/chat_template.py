@@ -5,14 +5,16 @@ immutable sandbox. It can read only the messages, the special tokens and the dat
 may take at most `chat_renderer.CPU_SECONDS` of computing and `chat_renderer.MEMORY_BYTES` of
 memory. Templates are written for the library `transformers`, and work here in the same way: a line
 with only a block tag writes no line; loops have `break` and `continue`; `raise_exception` refuses
-messages; `strftime_now` writes the date; `tools` and `documents` are None. The assistant's text is
-the text between `{% generation %}` and `{% endgeneration %}`.
+messages; `strftime_now` writes the date; `tools` and `documents` are None if a chat has none. The
+assistant's text is the text between `{% generation %}` and `{% endgeneration %}`.
 
-If a template has no such marks, each turn of the assistant is found by two renderings. The first
-contains the messages up to the turn. The second contains the messages before the turn, and the
-prompt for the assistant. The assistant's text is the part of the first rendering that follows the
-text of the second. This fails if a message changes the rendering of earlier messages; then the chat
-is refused.
+If a template has no such marks, the tokens that begin and end a turn show the assistant's text, for
+the families of `manualpar.data.chat_turns`.
+
+For other templates each turn of the assistant is found by two renderings. The first contains the
+messages up to the turn. The second contains the messages before the turn, and the prompt for the
+assistant. The assistant's text is the part of the first rendering that follows the text of the
+second. This fails if a message changes the rendering of earlier messages; then the chat is refused.
 """
 
 import contextlib
@@ -24,19 +26,22 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from manualpar.data import chat_renderer
 from manualpar.data.chat_renderer import (
     BEGIN,
     END,
+    Chat,
     Messages,
     Rendered,
     Span,
+    has_marks,
     receive,
     send_message,
 )
+from manualpar.data.chat_turns import Turns, choose_turns, spans_of
 from manualpar.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, special_tokens
 from manualpar.errors import require
 from manualpar.system.storage import AnyPath, BucketPath, user_path
@@ -49,7 +54,13 @@ __all__ = ["BEGIN", "END", "ChatTemplate", "load_template"]
 
 
 class ChatTemplate:
-    """Renders chats in another process, which ends when this object is deleted."""
+    """Renders chats in another process, which ends when this object is deleted.
+
+    Attributes:
+      has_marks: Whether the template marks the assistant's text.
+      turns: The texts that begin and end the assistant's turns; `None` if the template has marks,
+        or is of no known family.
+    """
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str = "") -> None:
         """Compiles a template.
@@ -65,11 +76,37 @@ class ChatTemplate:
         """
         require("`source='chat'`", "jinja2")
         self._source, self._tokens, self._name = source, dict(tokens), name
+        self.has_marks = has_marks(source)
+        self.turns: Turns | None = None
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
         with self._lock:
             self._start()
+
+    def choose_turns(self, added_tokens: Collection[str]) -> None:
+        """Sets `turns` to the family of a template without marks.
+
+        Args:
+          added_tokens: The texts of the tokenizer's added tokens.
+        """
+        if self.has_marks:
+            return
+
+        def render(kind: str, messages: Messages, given: dict[str, Any]) -> str | None:
+            (answer,) = self._answers(kind, [(messages, given)])
+            return None if isinstance(answer, ValueError) else answer[0]
+
+        has_tools = self.mentions("tool_calls")
+        self.turns = choose_turns(render, added_tokens, self._end_token, has_tools=has_tools)
+
+    @property
+    def _end_token(self) -> str:
+        return self._tokens.get("eos_token", "")
+
+    def mentions(self, name: str) -> bool:
+        """Returns whether the template's text contains a name."""
+        return name in self._source
 
     def render(self, messages: Messages) -> tuple[str, list[Span]]:
         """Renders a chat; returns its text and the spans that the assistant wrote, in order.
@@ -80,15 +117,31 @@ class ChatTemplate:
         """
         return _unwrapped(self.render_all([messages])[0])
 
-    def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats; the error of a refused chat is also the result for all later chats."""
-        return self._answers("render", chats)
+    def render_all(
+        self, chats: Sequence[Messages], given: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Rendered | ValueError]:
+        """Renders chats; the error of a refused chat is also the result for all later chats.
 
-    def prompt(self, messages: Messages) -> str:
+        Args:
+          chats: The messages of each chat.
+          given: The values of other variables for each chat; by default there are none.
+        """
+        pairs = list(zip(chats, map(dict, given or [{}] * len(chats)), strict=True))
+        if self.turns is None:
+            return self._answers("render", pairs)
+        turns, end_token = self.turns, self._end_token
+        return [
+            answer
+            if isinstance(answer, ValueError)
+            else (answer[0], spans_of(answer[0], turns, end_token))
+            for answer in self._answers("text", pairs)
+        ]
+
+    def prompt(self, messages: Messages, given: Mapping[str, Any] | None = None) -> str:
         """Renders a chat followed by the assistant's prompt; raises the errors of `render`."""
-        return _unwrapped(self._answers("prompt", [messages])[0])[0]
+        return _unwrapped(self._answers("prompt", [(messages, dict(given or {}))])[0])[0]
 
-    def _answers(self, kind: str, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
+    def _answers(self, kind: str, chats: Sequence[Chat]) -> list[Rendered | ValueError]:
         answers: list[Rendered | ValueError] = []
         count = len(chats)  # The number of chats in the next request.
         with self._lock:
@@ -98,7 +151,9 @@ class ChatTemplate:
                     self._start()
                 why = ""
                 try:
-                    self._send([kind, list(map(list, left[:count]))])
+                    self._send(
+                        [kind, [(list(messages), given) for messages, given in left[:count]]]
+                    )
                     for _ in left[:count]:
                         is_fine, answer = self._receive()
                         if not is_fine:

@@ -33,12 +33,24 @@ ASKING = (
     "{% endif %}{% if builtin_tools is defined %} builtin{% endif %} {{ unk_token }}{{ pad_token }}"
     "{% if sep_token is defined %} sep{% endif %}\n" + CHATML
 )
-TEMPLATES = {"asking": ASKING, "plain": CHATML, "marked": MARKED, "llama": LLAMA}
+# Marks that end with a character of several tokens, and with white space.
+SHORT = MARKED.replace("{{ message.content + '<|im_end|>' }}", "{{ message.content }}")
+SHORT = SHORT.replace("{% endgeneration %}", "{% endgeneration %}{{- '<|im_end|>' }}")
+SPACED = MARKED.replace("<|im_end|>' }}{% end", "<|im_end|>\\n' }}{% end")
+TEMPLATES = {
+    "marked, short": SHORT,
+    "marked, spaced": SPACED,
+    "asking": ASKING,
+    "plain": CHATML,
+    "marked": MARKED,
+    "llama": LLAMA,
+}
 CHATS = (
     CHAT,
     CHAT[1:3],
     [{"role": "user", "content": "  a\n\n b "}, {"role": "assistant", "content": "\u4e2d \u00e9!"}],
     [*CHAT, {"role": "user", "content": "not answered"}],
+    [*CHAT[:2], {"role": "assistant", "content": "\u4e2d\U0001f388"}, CHAT[1], CHAT[2]],
 )
 
 
@@ -77,7 +89,7 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path, name):
     ours = load_tokenizer(directory)
     encoder = ChatEncoder(ours, 0.1)
     for chat in CHATS:
-        tokens, mask = _expected(theirs, chat, marked=name == "marked")
+        tokens, mask = _expected(theirs, chat, marked=name.startswith("marked"))
         example = encoder.example({"messages": chat})
         assert tokens_of(example).tolist() == list(tokens)
         np.testing.assert_array_equal(learned_of(example), mask)

@@ -30,7 +30,9 @@ CHAT = [
 TEXT = " ".join(message["content"] for message in CHAT)
 
 
-def write_chat_tokenizer(directory, template: str = CHATML, **config) -> str:
+def write_chat_tokenizer(
+    directory, template: str = CHATML, special: tuple[str, ...] = SPECIAL, **config
+) -> str:
     """Writes a tokenizer as a model's directory has it."""
     directory.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -38,7 +40,7 @@ def write_chat_tokenizer(directory, template: str = CHATML, **config) -> str:
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

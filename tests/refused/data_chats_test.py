@@ -68,7 +68,7 @@ def ask_template_of_a_file(source):
 
 def ask_template_of_a_tokenizer(source):
     chats = Chats(load_tokenizer(write_chat_tokenizer(HERE / "t", source)))
-    chats.prompt([{"role": "user", "content": "a"}])
+    chats.prompt({"messages": [{"role": "user", "content": "a"}]})
 
 
 def ask_of(content):

@@ -32,10 +32,13 @@ from manualpar.core.parameters.collectives import gather_invariant
 from manualpar.core.parameters.placement import Route, map_in_scopes, param_specs
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import TrainState
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, TENSOR_SCOPE
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts, append
 from manualpar.models import Split, Transformer
+from manualpar.models.generation.adopting import Adopter
 from manualpar.models.generation.drawing import Drawing, draw_tokens
+from manualpar.models.generation.penalties import History, history_of, note, penalize
 
 
 class Rows(NamedTuple):
@@ -49,6 +52,7 @@ class Rows(NamedTuple):
       position: `int32[B]`, the position of `token`.
       start: `int32[B]`, the first position of the document that contains the token before `token`.
       keys: `key[B]`, the random key for each row's draws.
+      history: The tokens before `token`, if the settings have penalties.
     """
 
     cache: Any
@@ -56,6 +60,7 @@ class Rows(NamedTuple):
     position: jax.Array
     start: jax.Array
     keys: jax.Array
+    history: History | None = None
 
 
 class Drawn(NamedTuple):
@@ -68,6 +73,20 @@ class Drawn(NamedTuple):
     """
 
     token: jax.Array
+    log_probability: jax.Array
+
+
+class Proposed(NamedTuple):
+    """The likeliest next tokens of all rows, for a beam search; the same on all devices.
+
+    Attributes:
+      token: `int32[B, W]`, of each row the `W` tokens with the largest scores.
+      score: `float32[B, W]`, the tokens' log-probabilities, changed by the penalties.
+      log_probability: `float32[B, W]`, the tokens' log-probabilities.
+    """
+
+    token: jax.Array
+    score: jax.Array
     log_probability: jax.Array
 
 
@@ -87,15 +106,18 @@ class CachedSteps:
     """The compiled steps of generation and scoring for a program's model.
 
     Attributes:
-      program: The program.
+      program: The program that generates.
       model: The program's `Transformer` without options that concern only training or a context
         axis.
       row_devices: The number of devices over which rows are sharded.
       prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
         drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
         `key[B]`; `size` is the number of positions in the cache, for the prompt and the answer.
-        `rows` is a `Rows`, and `drawn` is a `Drawn`.
+        `rows` is a `Rows`, and `drawn` is a `Drawn`. With `width=W`, `drawn` is a `Proposed`, and
+        `decode` needs `moves`.
       decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; `rows` is donated.
+        With `moves=(parents, tokens), width=W`, each `int32[B]`, a row becomes a copy of the row
+        with the number `parents[row]` on the same device, followed by the token.
       score: `score(params, collections, inputs, labels, marked) -> Scores`. `inputs` and `labels`
         are `int32[B, S]`; `marked` is `bool[B, S]`, the tokens of `labels` to score.
     """
@@ -103,12 +125,15 @@ class CachedSteps:
     def __init__(self, program: Program) -> None:
         """Prepares the steps for the program of a `Transformer`; compiles nothing yet.
 
+        If the program cannot generate, another one does, see `Adopter`.
+
         Raises:
           TypeError: The model is not a `Transformer`.
-          ValueError: The program's mesh has stages or a context axis, or its mode is not manual.
         """
+        self._adopter = Adopter(program)
+        program = self._adopter.program
         interface = program.model.interface
-        _check(program, interface.module)
+        _check(interface.module)
         self.program, self.model = program, _for_generation(interface.module)
         self._interface = dataclasses.replace(interface, module=self.model, phase="eval")
         axes = program.roles.data_axes
@@ -118,9 +143,13 @@ class CachedSteps:
             self.row_devices *= program.mesh.shape[axis]
         split = self.model.split.axis
         self._split_axes = (split,) if split and split in program.mesh.shape else ()
-        self.prefill = self._jit(self._prefill, static_argnames="size")
-        self.decode = self._jit(self._decode, donate_argnames="rows")
+        self.prefill = self._jit(self._prefill, static_argnames=("size", "width"))
+        self.decode = self._jit(self._decode, static_argnames="width", donate_argnames="rows")
         self.score = self._jit(self._score)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Returns a state of the program as a state for these steps, see `Adopter.adopt`."""
+        return self._adopter.adopt(state)
 
     def _jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         jitted = jax.jit(function, **options)
@@ -143,38 +172,68 @@ class CachedSteps:
         drawing: Drawing,
         *,
         size: int,
-    ) -> tuple[Rows, Drawn]:
+        width: int = 0,
+    ) -> tuple[Rows, Any]:
         def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
             tokens, lengths, keys = args
             logits, cache = self._apply(params, collections, tokens, Prompts(lengths, size))
             places = jnp.arange(tokens.shape[1])[None]
             begins = (tokens == self.model.bos_token) & (places < lengths[:, None])
             start = jnp.max(jnp.where(begins, places, 0), axis=1)
-            drawn = self._draw(logits, keys, lengths, drawing)
-            return Rows(cache, drawn.token, lengths, start, keys), self._of_all(drawn)
+            history = None
+            if drawing.penalties is not None:
+                history = history_of(tokens, lengths, self.model.vocab_size)
+            token, drawn = self._choose(logits, history, keys, lengths, drawing, width)
+            return Rows(cache, token, lengths, start, keys, history), self._of_all(drawn)
 
         run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens, size))
         rows, drawn = run(params, collections, drawing, tokens, lengths, keys)
         return rows, drawn
 
     def _decode(
-        self, params: Any, collections: Any, rows: Rows, drawing: Drawing
-    ) -> tuple[Rows, Drawn]:
-        def on_device(params: Any, collections: Any, drawing: Drawing, rows: Rows) -> Any:
+        self,
+        params: Any,
+        collections: Any,
+        rows: Rows,
+        drawing: Drawing,
+        moves: tuple[jax.Array, jax.Array] | None = None,
+        *,
+        width: int = 0,
+    ) -> tuple[Rows, Any]:
+        specs = jax.tree.map(self._cache_spec, rows.cache)
+
+        def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
+            rows: Rows = args[0]
+            if len(args) > 1:
+                rows = self._moved(rows, specs, *args[1])
             position = rows.position
             start = jnp.where(rows.token == self.model.bos_token, position, rows.start)
             collections = {**collections, CACHE: rows.cache}
             past = Past(position, start)
             logits, new = self._apply(params, collections, rows.token[:, None], past)
             cache = append(rows.cache, new, position)
-            drawn = self._draw(logits, rows.keys, position + 1, drawing)
-            return Rows(cache, drawn.token, position + 1, start, rows.keys), self._of_all(drawn)
+            history = None if rows.history is None else note(rows.history, rows.token)
+            after = position + 1
+            token, drawn = self._choose(logits, history, rows.keys, after, drawing, width)
+            return Rows(cache, token, after, start, rows.keys, history), self._of_all(drawn)
 
-        specs = jax.tree.map(self._cache_spec, rows.cache)
-        rows, drawn = self._on_mesh(on_device, (self._rows_specs(specs),), specs)(
-            params, collections, drawing, rows
-        )
+        own = (rows,) if moves is None else (rows, moves)
+        run = self._on_mesh(on_device, (self._rows_specs(specs), self._rows)[: len(own)], specs)
+        rows, drawn = run(params, collections, drawing, *own)
         return rows, drawn
+
+    def _moved(self, rows: Rows, specs: Any, parents: jax.Array, tokens: jax.Array) -> Rows:
+        """Replaces each row by the row of its parent, with another latest token."""
+
+        def take(x: jax.Array) -> jax.Array:
+            return jnp.take(x, parents, axis=0)
+
+        def of_cache(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            return jnp.take(x, parents, axis=tuple(spec).index(self._rows[0]))
+
+        cache = jax.tree.map(of_cache, rows.cache, specs)
+        moved = jax.tree.map(take, (rows.position, rows.start, rows.history))
+        return Rows(cache, tokens, moved[0], moved[1], rows.keys, moved[2])
 
     def _score(
         self,
@@ -229,17 +288,34 @@ class CachedSteps:
 
         return map_in_scopes(box, self.program.placements, params)
 
-    def _draw(self, logits: jax.Array, *args: Any) -> Drawn:
-        """Draws each row's next token, the same on all devices along the model axis.
+    def _choose(
+        self,
+        logits: jax.Array,
+        history: History | None,
+        keys: jax.Array,
+        position: jax.Array,
+        drawing: Drawing,
+        width: int,
+    ) -> tuple[jax.Array, Drawn | Proposed]:
+        """Draws each row's next token, or proposes `width` tokens if `width` is not 0.
 
-        If the vocabulary is sharded over the model axis, the logits are gathered first.
+        The tokens are the same on all devices along the model axis. If the vocabulary is sharded
+        over the model axis, the logits are gathered first.
         """
         if self._split_axes:
             logits = gather_invariant(logits, 1, self._split_axes, scope=TENSOR_SCOPE)
         logits = logits[:, : self.model.vocab_size]
-        token = draw_tokens(logits, *args)
-        of_token = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)
-        return Drawn(token, of_token[:, 0])
+        likelihood = jax.nn.log_softmax(logits)
+        changed = likelihood if width else logits
+        if history is not None and drawing.penalties is not None:
+            changed = penalize(changed, history, drawing.penalties)
+        if width:
+            score, tokens = jax.lax.top_k(changed, min(width, self.model.vocab_size))
+            of_tokens = jnp.take_along_axis(likelihood, tokens, axis=1)
+            return tokens[:, 0], Proposed(tokens, score, of_tokens)
+        token = draw_tokens(changed, keys, position, drawing)
+        of_token = jnp.take_along_axis(likelihood, token[:, None], axis=1)
+        return token, Drawn(token, of_token[:, 0])
 
     def _of_all(self, rows: Any) -> Any:
         """Gathers the rows of all devices over the data axes."""
@@ -247,7 +323,7 @@ class CachedSteps:
         return jax.tree.map(lambda x: gather(x, 0, self._data_axes), rows)
 
     def _rows_specs(self, cache: Any) -> Any:
-        specs: Any = (self._rows,) * 4
+        specs: Any = (self._rows,) * 5
         return Rows(cache, *specs)
 
     def _cache_spec(self, x: Any) -> PartitionSpec:
@@ -284,27 +360,11 @@ def _for_generation(model: Transformer) -> Transformer:
     )
 
 
-def _check(program: Program, module: Any) -> None:
-    """Refuses a program whose model or mesh these steps do not support."""
+def _check(module: Any) -> None:
+    """Refuses a model that these steps do not support."""
     if not isinstance(module, Transformer):
         raise TypeError(
             f"generate: the model is a {type(module).__name__}, expected a Transformer, because "
             "other models store no keys and values. For other causal models use "
             "manualpar.models.generation.sampling.sample_tokens, which needs no cache."
         )
-    step = program.step
-    mend = "Build a program on a mesh of data and model axes; program.adopt(state) takes the state."
-    if not step.mode.writes_collectives:
-        raise ValueError(
-            f"generate: the program's mode is {program.mode!r}, expected 'manual', because the "
-            f"steps of generation contain their collectives. {mend}"
-        )
-    for kind, axes in (
-        ("stage", step.roles.stage_axes),
-        ("context", (step.roles.context_axis,) if step.roles.context_axis else ()),
-    ):
-        if axes:
-            raise ValueError(
-                f"generate: the program's mesh has the {kind} axis {axes[0]!r}, expected none, "
-                f"because one token cannot be divided over stages or positions. {mend}"
-            )

@@ -2,8 +2,10 @@
 
 The temperature divides the logits. Then `top_k` keeps the likeliest tokens, and `top_p` keeps the
 fewest tokens whose total probability is at least `top_p` (Holtzman et al.,
-https://arxiv.org/abs/1904.09751). Gumbel noise is added to the logits, and the token with the
-largest sum is drawn. This is a draw from the softmax of the logits.
+https://arxiv.org/abs/1904.09751). `min_p` keeps the tokens whose probability is at least `min_p`
+times that of the likeliest token (Nguyen et al., https://arxiv.org/abs/2407.01082). Gumbel noise is
+added to the logits, and the token with the largest sum is drawn. This is a draw from the softmax of
+the logits.
 
 Invariants: a row's draw depends on its logits, its key and the position, but not on other rows, on
 the mesh or on a cache. The settings are arguments of the compiled step, so other settings need no
@@ -19,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from manualpar.models.generation.penalties import Penalties
+
 
 class Drawing(NamedTuple):
     """The settings for drawing tokens.
@@ -27,11 +31,16 @@ class Drawing(NamedTuple):
       temperature: The divisor of the logits; 0 always chooses the likeliest token.
       top_k: The number of likeliest tokens to draw from; 0 for all tokens.
       top_p: Draws from the fewest tokens whose total probability is at least this; 1 for all.
+      min_p: Draws from the tokens with at least this fraction of the likeliest token's
+        probability; 0 for all.
+      penalties: Changes of the logits before all this; `None` for none.
     """
 
     temperature: float | Any = 0.0
     top_k: int | Any = 0
     top_p: float | Any = 1.0
+    min_p: float | Any = 0.0
+    penalties: Penalties | None = None
 
     def as_arrays(self, function: str = "generate") -> "Drawing":
         """Converts the fields to scalar arrays of fixed dtypes.
@@ -56,7 +65,12 @@ class Drawing(NamedTuple):
                 f"{function}: top_p is {self.top_p}, expected more than 0 and at most 1 (1 for "
                 "all)."
             )
-        return Drawing(np.float32(self.temperature), np.int32(self.top_k), np.float32(self.top_p))
+        if not 0 <= float(self.min_p) <= 1:
+            raise ValueError(
+                f"{function}: min_p is {self.min_p}, expected at least 0 (0 for all) and at most 1."
+            )
+        temperature, top_p, min_p = map(np.float32, (self.temperature, self.top_p, self.min_p))
+        return Drawing(temperature, np.int32(self.top_k), top_p, min_p, self.penalties)
 
 
 def as_tokens(name: str, prompt: Any, *, most_dims: int = 1) -> np.ndarray:
@@ -85,10 +99,25 @@ def as_tokens(name: str, prompt: Any, *, most_dims: int = 1) -> np.ndarray:
     return tokens
 
 
-def row_keys(key: jax.Array, rows: np.ndarray) -> jax.Array:
-    """Derives the keys `key[B]` of rows from the key of a call and the rows' numbers `int[B]`."""
-    keys: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, rows.astype(np.uint32))
-    return keys
+def row_keys(key: jax.Array, rows: np.ndarray, samples: int = 1) -> jax.Array:
+    """Derives the keys `key[B]` of rows from the key of a call and the rows' numbers `int[B]`.
+
+    With several `samples` of each prompt, row `r` is sample `r % samples` of prompt
+    `r // samples`. The key of a prompt's sample 0 does not depend on `samples`.
+    """
+    fold = jax.vmap(jax.random.fold_in)
+    keys: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(
+        key, (rows // samples).astype(np.uint32)
+    )
+    if samples == 1:
+        return keys
+    number = (rows % samples).astype(np.uint32)
+    data = jnp.where(
+        (number > 0)[:, None],
+        jax.random.key_data(fold(keys, number)),
+        jax.random.key_data(keys),
+    )
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 def draw_tokens(
@@ -112,7 +141,7 @@ def draw_tokens(
 
     def draw() -> jax.Array:
         scaled = logits / jnp.where(drawing.temperature > 0, drawing.temperature, 1)
-        cuts = (drawing.top_k > 0) | (drawing.top_p < 1)
+        cuts = (drawing.top_k > 0) | (drawing.top_p < 1) | (drawing.min_p > 0)
         kept = jax.lax.cond(cuts, lambda: keep_likeliest(scaled, drawing), lambda: scaled)
         own = jax.vmap(jax.random.fold_in)(keys, position)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(own)
@@ -123,7 +152,7 @@ def draw_tokens(
 
 
 def keep_likeliest(logits: jax.Array, drawing: Drawing) -> jax.Array:
-    """Sets logits `[B, V]` to -inf for the tokens that `top_k` or then `top_p` excludes.
+    """Sets logits `[B, V]` to -inf for the tokens that `top_k`, `top_p` or `min_p` excludes.
 
     Tokens with the same logit as the least likely kept token are kept too.
     """
@@ -135,4 +164,5 @@ def keep_likeliest(logits: jax.Array, drawing: Drawing) -> jax.Array:
     # The likeliest token is always kept, even if `top_p` is rounded to 0.
     is_kept &= (likelier < drawing.top_p) | (drawing.top_p >= 1) | (rank == 0)
     least = jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    least = jnp.maximum(least, ordered[:, :1] + jnp.log(drawing.min_p))
     return jnp.where(logits >= least, logits, -jnp.inf)

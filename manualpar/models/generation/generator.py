@@ -6,9 +6,9 @@ the devices compute a token, the host reads the previous token, decodes it, and 
 with the stop strings and the token with the stop tokens.
 """
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -17,50 +17,27 @@ from manualpar.core.mesh.rng import typed_key
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.data.tokenizer import Tokenizer
-from manualpar.models.generation.cached_steps import CachedSteps
+from manualpar.models.generation.answers import Answer, TextPiece, next_piece
+from manualpar.models.generation.beams import BeamSearch, Search, run_searches
+from manualpar.models.generation.cached_steps import CachedSteps, Proposed
 from manualpar.models.generation.drawing import Drawing, as_tokens, row_keys
+from manualpar.models.generation.penalties import make_penalties
 from manualpar.models.generation.text_pieces import TextPieces
 
 Prompt = str | Sequence[int]
-Ending = Literal["stop", "length"]
 
 
-class TextPiece(NamedTuple):
-    """A new piece of an answer.
+class _Call(NamedTuple):
+    """The settings of a call of `Generator.stream`."""
 
-    Attributes:
-      row: The index of the prompt.
-      token: The token; `None` for a stop token, which is not a part of the answer.
-      log_probability: The token's log-probability in nats, at temperature 1 and without `top_k` and
-        `top_p`.
-      text: The new text that later tokens cannot change; always empty without a tokenizer.
-      ending: Why the answer ends here, as in `Answer`; `None` if the answer goes on.
-    """
-
-    row: int
-    token: int | None
-    log_probability: float
-    text: str
-    ending: Ending | None = None
-
-
-@dataclasses.dataclass
-class Answer:
-    """A model's answer to a prompt.
-
-    Attributes:
-      tokens: The tokens, without the stop token.
-      log_probabilities: Each token's log-probability in nats, at temperature 1 and without `top_k`
-        and `top_p`.
-      text: The text of the tokens, up to a stop string; empty without a tokenizer.
-      ending: `"stop"` if a stop token or a stop string ended the answer; `"length"` if the answer
-        reached the limit of `max_tokens` tokens.
-    """
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probabilities: list[float] = dataclasses.field(default_factory=list)
-    text: str = ""
-    ending: Ending = "length"
+    state: TrainState
+    drawing: Drawing
+    max_tokens: int
+    stops: frozenset[int]
+    strings: list[str]
+    key: jax.Array
+    samples: int
+    search: Search
 
 
 class Generator:
@@ -83,10 +60,12 @@ class Generator:
         batch_size: int = 32,
         stop_tokens: Sequence[int] | None = None,
     ) -> None:
-        """Prepares generation with a `Transformer`, on any mesh without stages and context axes.
+        """Prepares generation with a `Transformer`.
 
         Args:
-          program: The program of the model. Its states are used, but not trained.
+          program: The program of the model. Its states are used, but not trained. If its mesh has
+            stages or a context axis, or its mode is not manual, another program on the same
+            devices generates, see `Adopter`, and a warning says so.
           tokenizer: The tokenizer of the model.
           batch_size: The most rows that run at once, rounded up to a multiple of the devices that
             shard the rows.
@@ -115,7 +94,7 @@ class Generator:
           **options: See `stream`.
 
         Returns:
-          An `Answer` to each prompt, in the order of the prompts.
+          `samples` answers to each prompt, in the order of the prompts.
 
         Raises:
           TypeError, ValueError: See `stream`.
@@ -123,7 +102,7 @@ class Generator:
         Communication:
           The communication of `stream`.
         """
-        answers = [Answer() for _ in prompts]
+        answers = [Answer() for _ in range(len(prompts) * options.get("samples", 1))]
         for piece in self.stream(state, prompts, **options):
             answer = answers[piece.row]
             answer.text += piece.text
@@ -142,6 +121,15 @@ class Generator:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        samples: int = 1,
+        beams: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
         stop: Sequence[str | int] = (),
         seed: int | jax.Array = 0,
     ) -> Iterator[TextPiece]:
@@ -154,6 +142,21 @@ class Generator:
           temperature: The divisor of the logits; 0 always chooses the likeliest token.
           top_k: Draws only from this number of likeliest tokens; 0 for all.
           top_p: Draws only from the fewest tokens that together have this probability; 1 for all.
+          min_p: Draws only from tokens with at least this fraction of the likeliest token's
+            probability; 0 for all.
+          repetition_penalty: Divides the positive logits of all tokens of the prompt and the
+            answer, and multiplies the negative ones; 1 for none.
+          frequency_penalty: Subtracted from a token's logit for each time that the answer contains
+            the token; 0 for none.
+          presence_penalty: Subtracted from the logit of each token that the answer contains; 0 for
+            none.
+          logit_bias: Numbers to add to the logits of tokens; `-math.inf` excludes a token.
+          samples: The number of answers to each prompt: of draws, or of the best beams.
+          beams: The number of beams of a beam search, see `manualpar.models.generation.beams`; 1
+            for none. A search yields its answers when it has ended.
+          length_penalty: With beams, the exponent of an answer's length that divides its score.
+          early_stopping: With beams, whether a search ends as soon as there are `beams` answers;
+            `"never"` if it ends only when no better answer is possible.
           stop: Strings and tokens that end an answer, in addition to `stop_tokens`. The answer does
             not contain them.
           seed: A number or a random key. With the same seed, a prompt at the same index of
@@ -174,9 +177,19 @@ class Generator:
           the logits, `float32[B, V]`, over the model axis; and an all-gather of the tokens,
           `int32[B]`, and of their log-probabilities, `float32[B]`, over the data axes.
         """
-        if max_tokens < 1 or max_tokens != int(max_tokens):
-            raise ValueError(f"generate: max_tokens is {max_tokens}, expected at least 1.")
-        drawing = Drawing(temperature, top_k, top_p).as_arrays()
+        for name, value in (("max_tokens", max_tokens), ("samples", samples), ("beams", beams)):
+            if value < 1 or value != int(value):
+                raise ValueError(f"generate: {name} is {value}, expected at least 1.")
+        penalties = make_penalties(
+            self.steps.model.vocab_size,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            logit_bias,
+        )
+        drawing = Drawing(temperature, top_k, top_p, min_p, penalties).as_arrays()
+        search = Search(beams, length_penalty, early_stopping)
+        search.check(samples, float(temperature))
         stops = self.stop_tokens.union(x for x in stop if not isinstance(x, str))
         strings = [x for x in stop if isinstance(x, str)]
         if strings and self.tokenizer is None:
@@ -186,76 +199,113 @@ class Generator:
             )
         encoded = [self.encode(prompt, index) for index, prompt in enumerate(prompts)]
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
-        return self._stream(state, encoded, drawing, max_tokens, stops, strings, key)
+        call = _Call(
+            self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples, search
+        )
+        if beams > 1:
+            return self._stream_beams(call, encoded)
+        return self._stream(call, [prompt for prompt in encoded for _ in range(samples)])
 
-    def _stream(
-        self,
-        state: TrainState,
-        prompts: list[list[int]],
-        drawing: Drawing,
-        max_tokens: int,
-        stops: frozenset[int],
-        strings: list[str],
-        key: jax.Array,
-    ) -> Iterator[TextPiece]:
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        for first in range(0, len(order), self.batch_size):
-            batch = order[first : first + self.batch_size]
-            writers = {
-                row: TextPieces(self.tokenizer, prompts[row], strings)
-                for row in batch
-                if self.tokenizer is not None
-            }
+    def _stream(self, call: _Call, prompts: list[list[int]]) -> Iterator[TextPiece]:
+        for batch in _batches(prompts, self.batch_size):
+            writers = {row: self._writer(call, prompts[row]) for row in batch}
             counts = dict.fromkeys(batch, 0)  # The number of tokens drawn for each unfinished row.
-            for drawn in self._draws(state, prompts, batch, drawing, max_tokens, key):
+            for drawn in self._draws(call, prompts, batch):
                 # Rows of padding follow the rows of the batch.
                 for row, token, log_probability in zip(batch, *drawn, strict=False):
                     if row not in counts:
                         continue
                     counts[row] += 1
-                    is_last = counts[row] == max_tokens
-                    piece = _piece(
-                        row, (int(token), log_probability), writers.get(row), stops, is_last=is_last
-                    )
+                    is_last = counts[row] == call.max_tokens
+                    new = int(token), log_probability
+                    piece = next_piece(row, new, writers[row], call.stops, is_last=is_last)
                     if piece.ending:
                         del counts[row]
                     yield piece
                 if not counts:
                     break
 
+    def _stream_beams(self, call: _Call, prompts: list[list[int]]) -> Iterator[TextPiece]:
+        devices, beams = self.steps.row_devices, call.search.beams
+        size = max(1, self.batch_size // devices // beams) * devices
+        for batch in _batches(prompts, size):
+            searches = self._run_searches(call, [prompts[row] for row in batch])
+            for row, search in zip(batch, searches, strict=True):
+                for sample, beam in enumerate(search.best(call.samples)):
+                    writer, answer = self._writer(call, prompts[row]), row * call.samples + sample
+                    for place, new in enumerate(zip(*beam, strict=True), 1):
+                        is_last = place == len(beam.tokens)
+                        yield next_piece(answer, new, writer, call.stops, is_last=is_last)
+
+    def _run_searches(self, call: _Call, prompts: list[list[int]]) -> list[BeamSearch]:
+        def ends(prompt: list[int], tokens: Sequence[int]) -> bool:
+            if tokens[-1] in call.stops:
+                return True
+            if not call.strings or (writer := self._writer(call, prompt)) is None:
+                return False
+            for token in tokens:
+                writer.add(token)
+            return writer.is_stopped
+
+        beams, steps = call.search.beams, self.steps
+        width = call.search.width(len(call.stops))
+        searches = [
+            BeamSearch(call.search, call.max_tokens, width, functools.partial(ends, prompt))
+            for prompt in prompts
+        ]
+        longest = max(map(len, prompts))
+        rows = [prompt for prompt in prompts for _ in range(beams)]
+        tokens, lengths = self.pad(rows, padded(longest), beams)
+        given = (tokens, lengths, row_keys(call.key, np.arange(len(tokens))))
+        variables = call.state.params, call.state.collections
+        size = padded(longest + call.max_tokens)
+        held, proposed = steps.prefill(
+            *variables, *map(steps.put_rows, given), call.drawing, size=size, width=width
+        )
+
+        def step(*moves: np.ndarray) -> Proposed:
+            nonlocal held
+            placed = tuple(map(steps.put_rows, moves))
+            held, found = steps.decode(*variables, held, call.drawing, placed, width=width)
+            return cast(Proposed, found)
+
+        run_searches(searches, beams, proposed, step, len(tokens) // steps.row_devices)
+        return searches
+
+    def _writer(self, call: _Call, prompt: list[int]) -> TextPieces | None:
+        return TextPieces(self.tokenizer, prompt, call.strings) if self.tokenizer else None
+
     def _draws(
-        self,
-        state: TrainState,
-        prompts: list[list[int]],
-        batch: list[int],
-        drawing: Drawing,
-        max_tokens: int,
-        key: jax.Array,
+        self, call: _Call, prompts: list[list[int]], batch: list[int]
     ) -> Iterator[tuple[list[int], list[float]]]:
         """Yields the next tokens of a batch's rows and their log-probabilities, token by token."""
-        steps, params, collections = self.steps, state.params, state.collections
+        steps, params, collections = self.steps, call.state.params, call.state.collections
         longest = max(len(prompts[row]) for row in batch)
         tokens, lengths = self.pad([prompts[row] for row in batch], padded(longest))
         numbers = np.zeros(len(tokens), np.uint32)
         numbers[: len(batch)] = batch
-        given = (steps.put_rows(x) for x in (tokens, lengths, row_keys(key, numbers)))
-        size = padded(longest + max_tokens)
-        rows, latest = steps.prefill(params, collections, *given, drawing, size=size)
-        for _ in range(max_tokens - 1):
+        keys = row_keys(call.key, numbers, call.samples)
+        given = (steps.put_rows(x) for x in (tokens, lengths, keys))
+        size = padded(longest + call.max_tokens)
+        rows, latest = steps.prefill(params, collections, *given, call.drawing, size=size)
+        for _ in range(call.max_tokens - 1):
             before = latest
-            rows, latest = steps.decode(params, collections, rows, drawing)
+            rows, latest = steps.decode(params, collections, rows, call.drawing)
             yield before.token.tolist(), before.log_probability.tolist()
         yield latest.token.tolist(), latest.log_probability.tolist()
 
-    def pad(self, rows: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    def pad(
+        self, rows: Sequence[Sequence[int]], length: int, group: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Pads rows to an array `int32[B, length]`; returns the array and the rows' lengths.
 
-        The array has a power of two rows for each device that shards the rows, at most
-        `batch_size` rows in all, so that steps are compiled for few numbers of rows.
+        The array has a power of two groups of `group` rows for each device that shards the rows,
+        at most `batch_size` rows in all, so that steps are compiled for few numbers of rows.
         """
         devices = self.steps.row_devices
-        parts = -(-len(rows) // devices)
-        number = min(1 << (parts - 1).bit_length(), self.batch_size // devices) * devices
+        parts = -(-len(rows) // (devices * group))
+        most = max(1, self.batch_size // devices // group)
+        number = min(1 << (parts - 1).bit_length(), most) * devices * group
         tokens, lengths = np.zeros((number, length), np.int32), np.ones(number, np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)], lengths[index] = row, len(row)
@@ -308,20 +358,8 @@ def padded(length: int) -> int:
     return -(-length // step) * step
 
 
-def _piece(
-    row: int,
-    drawn: tuple[int, float],
-    writer: TextPieces | None,
-    stops: frozenset[int],
-    *,
-    is_last: bool,
-) -> TextPiece:
-    """Makes the next piece of a row from a new token and its log-probability."""
-    if drawn[0] in stops:
-        return TextPiece(row, None, 0.0, writer.finish() if writer else "", "stop")
-    text = writer.add(drawn[0]) if writer else ""
-    if writer and writer.is_stopped:
-        return TextPiece(row, *drawn, text, "stop")
-    if is_last:
-        return TextPiece(row, *drawn, text + (writer.finish() if writer else ""), "length")
-    return TextPiece(row, *drawn, text)
+def _batches(prompts: list[list[int]], size: int) -> Iterator[list[int]]:
+    """Yields the indices of prompts in batches of about equal length."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    for first in range(0, len(order), size):
+        yield order[first : first + size]

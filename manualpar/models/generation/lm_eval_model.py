@@ -21,8 +21,14 @@ from manualpar.errors import require
 from manualpar.models.generation.generator import Generator
 from manualpar.models.generation.scoring import score_completions, score_documents
 
-# The options for drawing: the name in a request of the harness -> the name here.
-DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
+# The options for drawing, and other options: the name in a request of the harness -> the name here.
+DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+OTHERS = {
+    "repetition_penalty": "repetition_penalty",
+    "num_beams": "beams",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+}
 MAX_TOKENS = 256  # The longest answer if a request does not limit it.
 # The names under which a request may limit the length of an answer; the last name given counts.
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_gen_toks")
@@ -99,18 +105,20 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
 
 def _options(asked: dict[str, Any]) -> dict[str, Any]:
     """Translates a request's generation arguments to options of `Generator.generate`."""
-    unknown = asked.keys() - IGNORED - DRAWING.keys()
+    known = {**DRAWING, **OTHERS}
+    unknown = asked.keys() - IGNORED - known.keys()
     if unknown:
         raise ValueError(
             f"lm_eval_model: a task asks for generation with {sorted(unknown)}, expected "
-            f"{sorted(IGNORED | DRAWING.keys())}."
+            f"{sorted(IGNORED | known.keys())}."
         )
     until = asked.get("until") or []
     max_tokens = MAX_TOKENS
     for name in LENGTHS:
         max_tokens = asked.get(name, max_tokens)
-    options: dict[str, Any] = {ours: asked[name] for name, ours in DRAWING.items() if name in asked}
+    options: dict[str, Any] = {ours: asked[name] for name, ours in known.items() if name in asked}
     if not asked.get("do_sample", options.get("temperature", 0) > 0):
-        options = {}  # Greedy, even if a temperature is given.
+        # Not drawn, even if a temperature is given.
+        options = {name: x for name, x in options.items() if name not in DRAWING.values()}
     stop = [until] if isinstance(until, str) else list(until)
     return {**options, "stop": stop, "max_tokens": max_tokens}

@@ -76,6 +76,7 @@ def score_completions(
     scores: list[Score | None] = [None] * len(pairs)
     order = sorted(range(len(pairs)), key=lambda index: len(sequences[index]))
     steps, size = generator.steps, generator.batch_size
+    state = steps.adopt(state)
     for first in range(0, len(order), size):
         batch = order[first : first + size]
         length = padded(max(len(sequences[index]) for index in batch) - 1)

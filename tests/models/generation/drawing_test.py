@@ -1,10 +1,13 @@
 """Draws: from the right tokens, with the right probabilities, the same for the same key."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from manualpar.models.generation.drawing import Drawing, draw_tokens, keep_likeliest
+from manualpar.models.generation.penalties import history_of, make_penalties, note, penalize
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32))
 draw = jax.jit(draw_tokens)
@@ -23,6 +26,8 @@ def test_the_likeliest_tokens_are_kept():
     assert _kept(top_p=0.41) == [1, 3]
     assert _kept(top_p=0.71) == [1, 3, 4]
     assert _kept(top_p=1e-6) == [1]
+    assert _kept(min_p=0.3) == [1, 3, 4]
+    assert _kept(min_p=0.9, top_k=4) == [1]
     # Of the two that top_k keeps the first has 4/7.
     assert _kept(top_k=2, top_p=0.5) == [1]
     assert _kept(top_k=2, top_p=0.6) == [1, 3]
@@ -63,3 +68,15 @@ def test_rows_keep_their_own_dtype():
         Drawing().as_arrays(),
     )
     assert tokens.dtype == jnp.int32
+
+
+def test_penalties_are_subtracted_and_multiplied_in_their_order():
+    logits = np.array([[2.0, -2.0, 1.0, 0.5]], np.float32)
+    penalties = make_penalties(4, 2.0, 0.25, 0.5, {2: 1.0, 3: -math.inf})
+    history = history_of(np.array([[0, 3, 3]]), np.array([1]), 4)
+    for _ in range(2):
+        history = note(history, np.array([1]))
+    # In the prompt: 2 / 2. In the answer twice: -2 * 2 - 2 * 0.25 - 0.5. The padding is no token.
+    found = penalize(logits, history, penalties)
+    np.testing.assert_allclose(found, [[1.0, -5.0, 2.0, -math.inf]])
+    assert make_penalties(4, 1.0, 0.0, 0.0, {2: 0.0}) is None

@@ -102,6 +102,32 @@ def test_every_family_on_its_meshes_answers_as_without_a_cache(
 
 
 @pytest.mark.slow
+def test_samples_penalties_and_beams_are_the_same_on_every_mesh(devices8):
+    """OpenAI's penalties too, which the tests with transformers do not have."""
+    del devices8
+    model, found = Transformer(**SIZES), []
+    options = (
+        {"temperature": 1.0, "min_p": 0.1, "samples": 3, "repetition_penalty": 1.3},
+        {"frequency_penalty": 0.7, "presence_penalty": 0.4, "logit_bias": {3: 1.0, 5: -1e9}},
+        {"beams": 3, "samples": 2, "frequency_penalty": 0.5},
+    )
+    for axes, fields in (({"data": 1}, {}), ({"data": 4}, {}), ({"data": 2, "model": 2}, SPLIT)):
+        program = make_program(with_fields(model, **fields), axes)
+        state, generator = make_state(program), Generator(program, batch_size=8)
+        made = [generator.generate(state, PROMPTS, max_tokens=6, **each) for each in options]
+        found.append([[answer.tokens for answer in answers] for answers in made])
+        one = {**options[0], "samples": 1}
+        again = generator.generate(state, PROMPTS, max_tokens=6, **one)
+    assert found[0] == found[1] == found[2]
+    samples, penalized, beams = found[0]
+    assert [len(samples), len(penalized), len(beams)] == [9, 3, 6]
+    # The first sample does not depend on the number of samples, and the others differ from it.
+    assert [answer.tokens for answer in again] == samples[::3]
+    assert samples[0] != samples[1] != samples[2] != samples[0]
+    assert not any(5 in tokens for tokens in penalized)
+
+
+@pytest.mark.slow
 def test_the_same_key_draws_the_same_tokens_on_every_mesh(devices8):
     del devices8
     model, found = Transformer(**SIZES), []
@@ -123,6 +149,9 @@ class _Fixed:
             row_devices,
         )
         self._tokens, self.shapes = tokens, []
+
+    def adopt(self, state):
+        return state
 
     def put_rows(self, x):
         return np.asarray(x) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
@@ -181,17 +210,39 @@ def test_a_prompt_begins_as_the_tokenizer_has_it(monkeypatch):
     assert generator.encode("") == [bos]
 
 
+STAGES = {"pipeline": Pipeline("stage")}
+ADOPTED = [
+    ("stage axis 'stage'", {}, {"data": 2, "stage": 2}, STAGES),
+    ("context axis 'context'", {"context_axis": "context"}, {"data": 2, "context": 2}, {}),
+    ("mode is 'auto'", SPLIT, {"data": 2, "model": 2}, {"mode": "auto"}),
+]
+
+
 @pytest.mark.slow
-def test_programs_that_cannot_generate_are_refused(devices8):
+@pytest.mark.parametrize(("said", "fields", "axes", "options"), ADOPTED)
+def test_another_program_generates_where_the_given_one_cannot(
+    said, fields, axes, options, devices8
+):
     del devices8
-    model = Transformer(**SIZES)
-    with pytest.raises(ValueError, match="mesh has the stage axis 'stage', expected none"):
-        Generator(make_program(model, {"data": 1, "stage": 2}, pipeline=Pipeline("stage")))
-    with pytest.raises(ValueError, match="mode is 'auto', expected 'manual'"):
-        Generator(make_program(model, {"data": 2}, mode="auto"))
-    split = with_fields(model, context_axis="context")
-    with pytest.raises(ValueError, match="mesh has the context axis 'context', expected none"):
-        Generator(make_program(split, {"data": 1, "context": 2}, context_axis="context"))
+    plain, settings = Transformer(**SIZES), {"max_tokens": 6, "temperature": 1.0, "seed": 3}
+    program = make_program(plain, {"data": 1})
+    state, generator = make_state(program), Generator(program, stop_tokens=())
+    expected = generator.generate(state, PROMPTS, **settings)
+    if "context" in axes:
+        options = {**options, "context_axis": "context"}
+    other = make_program(with_fields(plain, **fields), axes, **options)
+    with pytest.warns(UserWarning, match=f"{said}, so a program of fsdp in mode 'manual'"):
+        generator = Generator(other, stop_tokens=())
+    state = other.init_from(jax.device_get(state.params))
+    for _ in range(2):
+        answers = generator.generate(state, PROMPTS, **settings)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert generator.steps.adopt(state) is generator.steps.adopt(state)
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_generate_is_refused(devices8):
+    del devices8
     batch = Batch(inputs=np.zeros((2, 4), np.float32), labels=np.zeros(2, np.int32))
     classifier = Classifier(hidden_size=4, num_layers=1, num_classes=3)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
