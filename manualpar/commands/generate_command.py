@@ -155,62 +155,46 @@ def _line(asked: dict[str, Any], answer: Answer, added: Sequence[str]) -> str:
 
 
 def _length_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        default=128,
-        help="The most tokens of an answer. [default %(default)s]",
-    )
+    _number_flags(group, ("--max-tokens", int, 128, "The most tokens of an answer."))
     group.add_argument(
         "--stop", action="append", default=[], help="A text that ends an answer; repeatable."
     )
 
 
+def _number_flags(
+    group: argparse._ArgumentGroup, *flags: tuple[str, type[int] | type[float], float, str]
+) -> None:
+    """Adds flags for numbers; each has a name, a type, a default and a meaning."""
+    for flag, kind, default, meaning in flags:
+        text = f"{meaning} [default {default:g}]"
+        group.add_argument(flag, type=kind, default=default, help=text)
+
+
 def _draw_flags(group: argparse._ArgumentGroup) -> None:
-    for flag, kind, default, meaning in (
-        (
-            "--temperature",
-            float,
-            0.0,
-            "The divisor of the logits; 0 always chooses the likeliest token.",
-        ),
+    likeliest = "Draws from the likeliest tokens with this probability together; 1 for all."
+    fraction = (
+        "Draws from tokens with this fraction of the likeliest token's probability; 0 for all."
+    )
+    _number_flags(
+        group,
+        ("--temperature", float, 0.0, "The divisor of the logits; 0 always chooses the likeliest."),
         ("--top-k", int, 0, "Draws from this number of likeliest tokens; 0 for all."),
-        (
-            "--top-p",
-            float,
-            1.0,
-            "Draws from the likeliest tokens with this probability together; 1 for all.",
-        ),
-        (
-            "--min-p",
-            float,
-            0.0,
-            "Draws from tokens with this fraction of the likeliest token's probability; 0 for all.",
-        ),
+        ("--top-p", float, 1.0, likeliest),
+        ("--min-p", float, 0.0, fraction),
         ("--samples", int, 1, "The answers to each prompt: draws, or the best of --beams."),
         ("--seed", int, 0, "The seed of the answers."),
-    ):
-        group.add_argument(flag, type=kind, default=default, help=f"{meaning} [default {default}]")
+    )
 
 
 def _penalty_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        help="Makes tokens of the prompt and the answer less likely if above 1. [default 1]",
-    )
-    group.add_argument(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        help="Subtracted from a token's logit for each time the answer has it. [default 0]",
-    )
-    group.add_argument(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        help="Subtracted from the logits of tokens that the answer has. [default 0]",
+    repeated = "Makes tokens of the prompt and the answer less likely if above 1."
+    counted = "Subtracted from a token's logit for each time the answer has it."
+    present = "Subtracted from the logits of tokens that the answer has."
+    _number_flags(
+        group,
+        ("--repetition-penalty", float, 1.0, repeated),
+        ("--frequency-penalty", float, 0.0, counted),
+        ("--presence-penalty", float, 0.0, present),
     )
     group.add_argument(
         "--logit-bias",
@@ -222,14 +206,11 @@ def _penalty_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _beam_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--beams", type=int, default=1, help="The number of beams; 1 for no search. [default 1]"
-    )
-    group.add_argument(
-        "--length-penalty",
-        type=float,
-        default=1.0,
-        help="The exponent of the length that divides an answer's score. [default 1]",
+    length = "The exponent of the length that divides an answer's score."
+    _number_flags(
+        group,
+        ("--beams", int, 1, "The number of beams; 1 for no search."),
+        ("--length-penalty", float, 1.0, length),
     )
     group.add_argument(
         "--early-stopping",

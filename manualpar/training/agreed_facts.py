@@ -61,10 +61,9 @@ def run_facts(
 
 def experiment_facts(experiment: Experiment) -> Facts:
     """Collects the facts of an experiment: data, mesh, sources, the state's layout and so on."""
-    config, program = experiment.config, experiment.program
-    task = experiment.task
+    config, task, program = experiment.config, experiment.task, experiment.program
     written = [getattr(x, "__module__", None) for x in (task.loss_fn, task.model, type(task.model))]
-    dataset = experiment.task.dataset
+    dataset = task.dataset
     batch: Any = ()
     if not isinstance(dataset.train, BatchStream):  # Each process may read other rows of a stream.
         count = min(config.data.batch_size, FIRST_EXAMPLES)
