@@ -2,7 +2,8 @@
 
 Each pair has a `prompt`, and answers `chosen` and `rejected`. Either all three are texts, as in the
 completions of the source `chat`; or the answers are lists of messages, the prompt is one too or is
-missing, and a template turns them into texts. Other fields are ignored.
+missing, and a template turns them into texts. Then a pair may have `tools`, `documents` and
+`chat_template_kwargs`, see `manualpar.data.chat`. Other fields are ignored.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from manualpar.data.packing import learned_of, tokens_of
 from manualpar.data.tokenizer import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
+OF_TEMPLATE = ("tools", "documents", "chat_template_kwargs")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -79,7 +81,8 @@ def _line(pair: Mapping[str, Any], answer: str) -> dict[str, Any]:
         raise ValueError(f"has no {missing[0]!r}, expected 'prompt', 'chosen' and 'rejected'")
     prompt, value = pair.get("prompt", []), pair[answer]
     if isinstance(prompt, list) and isinstance(value, list):
-        return {"messages": [*prompt, *value]}
+        given = {name: pair[name] for name in OF_TEMPLATE if name in pair}
+        return {**given, "messages": [*prompt, *value]}
     return {"prompt": prompt, "completion": value}
 
 

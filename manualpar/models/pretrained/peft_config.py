@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.errors import printable
+from manualpar.models.pretrained.peft_experts import is_of_experts
 from manualpar.system.storage.untrusted import read_object
 
-USED = ("peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern")
+USED = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern"),
+    "target_parameters",
+)
 # The tensors say which modules have adapters. The others concern training, or name files.
 UNUSED = frozenset(
     {
-        "fan_in_fan_out",  # How the base stores the weight.
-        *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type"),
-        *(
-            "inference_mode",
-            "lora_dropout",
-            "target_modules",
-            "exclude_modules",
-            "qalora_group_size",
-        ),
-        *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("lora_dropout", "inference_mode", "eva_config", "qalora_group_size", "megatron_core"),
+        *("base_model_name_or_path", "revision", "auto_mapping", "task_type", "peft_version"),
+        *("fan_in_fan_out", "runtime_config"),  # The first is how the base stores the weight.
     }
 )
 # Keys with a value that means the same as none.
@@ -46,11 +44,17 @@ class PeftConfig(NamedTuple):
       alpha: The number over which the rank divides.
       rank_stabilized: Whether the square root of the rank divides instead.
       alphas: Other numbers for some modules, by the end of their names.
+      parameters: The fused parameters of experts that have adapters, by the end of their names.
     """
 
     alpha: float
     rank_stabilized: bool
     alphas: Mapping[str, float]
+    parameters: tuple[str, ...] = ()
+
+    def targets(self, parameter: str) -> bool:
+        """Returns whether the fused parameter with this name has an adapter."""
+        return any(f".{parameter}".endswith(f".{name}") for name in self.parameters)
 
     def scale(self, module: str, rank: int) -> float:
         """Returns the factor of the product in a module whose adapter has this rank."""
@@ -97,25 +101,38 @@ def read_peft_config(path: Path) -> PeftConfig:
         raise refuse("alpha_pattern", "numbers above 0 by the names of modules")
     if not all(map(_PLAIN.fullmatch, alphas)):
         raise refuse("alpha_pattern", "names of modules, not regular expressions")
+    parameters = given.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(
+        isinstance(name, str) and is_of_experts(name) for name in parameters
+    ):
+        raise refuse("target_parameters", "names that end with experts.gate_up_proj or .down_proj")
     for key, value in given.items():
         if key in USED or key in UNUSED or value in (*EMPTY, *HARMLESS.get(key, ())):
             continue
         raise refuse(key, "nothing, because lora has no such option")
-    return PeftConfig(float(alpha), given.get("use_rslora") is True, alphas)
+    return PeftConfig(float(alpha), given.get("use_rslora") is True, alphas, tuple(parameters))
 
 
 def peft_config(
-    ranks: Mapping[str, int], alpha: float, base: str, *, rank_stabilized: bool
+    ranks: Mapping[str, int],
+    parameters: Mapping[str, int],
+    alpha: float,
+    base: str,
+    *,
+    rank_stabilized: bool,
 ) -> dict[str, Any]:
     """Makes an `adapter_config.json`.
 
     Args:
       ranks: The rank of each adapted module, by its name.
+      parameters: The rank of each adapted parameter of fused experts, by its name.
       alpha: The number over which the rank divides.
       base: The name or the directory of the base model.
       rank_stabilized: Whether the square root of the rank divides instead.
     """
-    rank = max(ranks.values())
+    both = {**ranks, **parameters}
+    # Peft warns of a pattern that matches parameters and no module, and still applies it.
+    rank = max((parameters or ranks).values())
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -124,8 +141,9 @@ def peft_config(
         "r": rank,
         "lora_alpha": alpha,
         "use_rslora": rank_stabilized,
-        "rank_pattern": {f"^{name}$": own for name, own in ranks.items() if own != rank},
-        "target_modules": sorted(ranks),
+        "rank_pattern": {f"^{name}$": own for name, own in both.items() if own != rank},
+        "target_modules": sorted(ranks) or None,
+        "target_parameters": sorted(parameters) or None,
         "bias": "none",
         "lora_dropout": 0.0,
     }

@@ -2,8 +2,8 @@
 
 A directory has `adapter_config.json` and `adapter_model.safetensors`, with two matrices for each
 adapted module of the model in transformers: `lora_A` `[r, in]` and `lora_B` `[out, r]`, or
-`lora_embedding_A` and `lora_embedding_B` for an embedding. The rules that name the tensors of base
-parameters also name these modules, see `tensor_names`.
+`lora_embedding_A` and `lora_embedding_B` for an embedding. `peft_places` finds the module of each
+of our parameters, and `peft_experts` converts the adapters of fused experts.
 
 The tensors decide which modules have an adapter, and its rank. Modules of stacked layers may
 differ: adapters are padded with zeros to the largest rank of the stack, and a layer without an
@@ -13,12 +13,11 @@ Then `lora_b` is multiplied by the quotient of the factors, so that the products
 Everything else that peft can write changes the model in other ways and is refused by its name.
 """
 
-import collections
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -38,65 +37,24 @@ from manualpar.models import Transformer
 from manualpar.models.finetuning.adapted_parameter import DOWN, UP, adapted_path, is_adapter
 from manualpar.models.finetuning.lora import LowRankModel, lora
 from manualpar.models.finetuning.merging import lora_interface
-from manualpar.models.pretrained.model_config import architecture_of, write_config
-from manualpar.models.pretrained.peft_config import peft_config, read_peft_config
+from manualpar.models.finetuning.quantized import QuantizedModel
+from manualpar.models.pretrained.architecture import read_architecture
+from manualpar.models.pretrained.directory import CONFIG_FILE as MODEL_CONFIG_FILE
+from manualpar.models.pretrained.peft_config import PeftConfig, peft_config, read_peft_config
+from manualpar.models.pretrained.peft_experts import (
+    is_fused,
+    join_experts,
+    modules_of_experts,
+    split_experts,
+)
+from manualpar.models.pretrained.peft_places import PREFIX, Place, find_places, may_have_place
 from manualpar.models.pretrained.sources import transformer_of
 from manualpar.models.pretrained.tensor_bytes import DTYPES, read_header, read_slice
-from manualpar.models.pretrained.tensor_names import TensorPiece, pieces_of_transformer
 from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
 from manualpar.system.storage.untrusted import open_tensors
 
 CONFIG_FILE, ARRAYS_FILE = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 PICKLED = "adapter_model.bin"
-TABLES = ("embedding", "head")  # Parameters that are no kernels.
-
-
-class Place(NamedTuple):
-    """A module of transformers whose adapter is a part of one of ours.
-
-    Attributes:
-      module: The module's name.
-      piece: The tensor of the module's weight.
-      inputs: The number of input dims.
-    """
-
-    module: str
-    piece: TensorPiece
-    inputs: int
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names of the tensors for `lora_a` and `lora_b`."""
-        kind = ("lora_embedding_A", "lora_embedding_B")
-        kind = kind if self._is_embedding else ("lora_A.weight", "lora_B.weight")
-        return f"{PREFIX}{self.module}.{kind[0]}", f"{PREFIX}{self.module}.{kind[1]}"
-
-    @property
-    def _is_embedding(self) -> bool:
-        return self.piece.dims[0] == "V"
-
-    def dims(self, part: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the dims of `lora_a` or `lora_b` without the rank: in order here, and in peft."""
-        ins, outs = self.piece.dims[: self.inputs], self.piece.dims[self.inputs :]
-        own = ins if part == DOWN else outs
-        return own, next(names for names in self.piece.merged if sorted(names) == sorted(own))
-
-    def to_peft(self, part: str, x: np.ndarray) -> np.ndarray:
-        """Converts one layer's `lora_a` or `lora_b` to the matrix in the file."""
-        own, theirs = self.dims(part)
-        order = [own.index(name) + (part == UP) for name in theirs]
-        rank = x.ndim - 1 if part == DOWN else 0
-        x = x.transpose(rank, *order).reshape(x.shape[rank], -1)
-        return np.ascontiguousarray(x if part == DOWN else x.T)
-
-    def from_peft(self, part: str, x: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """Converts a matrix in the file to one layer's `lora_a` or `lora_b`."""
-        own, theirs = self.dims(part)
-        x = x if part == DOWN else x.T
-        x = x.reshape(x.shape[0], *(sizes[name] for name in theirs))
-        order = [theirs.index(name) + 1 for name in own]
-        return x.transpose(*order, 0) if part == DOWN else x.transpose(0, *order)
 
 
 def export_peft(
@@ -113,7 +71,8 @@ def export_peft(
       program: A program of a `Transformer` with adapters, see `lora`.
       state: The program's state; not donated.
       directory: The folder to make. It must not exist.
-      base: The directory or the name of the base model, for `base_model_name_or_path`.
+      base: The directory or the name of the base model, for `base_model_name_or_path`. The config
+        in a directory decides how the modules are named.
 
     Returns:
       The folder.
@@ -138,7 +97,10 @@ def export_peft(
         raise ValueError(
             f"export_peft: {target} exists already, expected a new folder. Name another folder."
         )
-    places, vocab_size = _places_of(program), transformer_of(program).vocab_size
+    is_directory = bool(base) and (Path(base) / MODEL_CONFIG_FILE).is_file()
+    family = read_architecture(base).family if is_directory else ""
+    places, experts = _places_of(program, family)
+    vocab_size = transformer_of(program).vocab_size
     values: dict[str, np.ndarray] = {}
     arrays = dict(zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True))
     for leaf, x in arrays.items():
@@ -151,15 +113,18 @@ def export_peft(
             if "V" in (dims := place.dims(part)[0]):
                 one = np.take(one, range(vocab_size), axis=dims.index("V") + (part == UP))
             values[place.names[part == UP]] = place.to_peft(part, one)
+    fused = join_experts(values, experts, model.scale)
     ranks = {
-        place.module: leaf.shape[-1]
-        for leaf in arrays
-        if is_adapter(path := _path(leaf)) and path.endswith(DOWN)
-        for place in places[adapted_path(path)]
+        place.module: len(values[place.names[0]])
+        for of_path in places.values()
+        for place in of_path
+        if place.names[0] in values
     }
     with failing_together():
         if jax.process_index() == 0:
-            config = peft_config(ranks, model.alpha, base, rank_stabilized=model.rank_stabilized)
+            config = peft_config(
+                ranks, fused, model.alpha, base, rank_stabilized=model.rank_stabilized
+            )
             texts = {
                 ARRAYS_FILE: save(values, metadata={"format": "pt"}),
                 CONFIG_FILE: json.dumps(config, indent=2).encode() + b"\n",
@@ -186,11 +151,17 @@ def lora_of_peft(model: Any, directory: GivenPath) -> LowRankModel:
       directory: A directory that `save_pretrained` of peft or `export_peft` wrote.
 
     Raises:
+      TypeError: The model is another one.
       ValueError: The files are damaged, or have something that `lora` has not; the message names
         it.
     """
+    base: Any = model.model if isinstance(model, QuantizedModel) else model
+    if not isinstance(base, Transformer):
+        raise TypeError(
+            f"lora_of_peft: model is a {type(base).__name__}, expected a Transformer or quantized "
+            "of one."
+        )
     source = local_path(directory, "lora_of_peft: directory")
-    base: Any = model if isinstance(model, Transformer) else model.model
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     # Nothing here asks JAX for its devices, which a command chooses later.
     mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
@@ -198,19 +169,18 @@ def lora_of_peft(model: Any, directory: GivenPath) -> LowRankModel:
         variables = jax.eval_shape(lambda x: base.init(jax.random.key(0), x), tokens)
     params = flatten_dict(nn.meta.unbox(variables["params"]), sep="/")
     shapes = {path: x.shape for path, x in params.items()}
-    config = read_peft_config(source / CONFIG_FILE)
-    tensors = _read(source)
-    may_adapt = [path for path in shapes if path.endswith("/kernel") or path in TABLES]
-    places = _places(base, shapes, may_adapt)
+    places = find_places(base, shapes, [path for path in shapes if may_have_place(path)])
+    config, tensors, wrong = _read_adapters(source, modules_of_experts(places))
     targets: dict[str, int] = {}
     for path, of_path in places.items():
         found = [tensors[place.names[0]] for place in of_path if place.names[0] in tensors]
         if found:
             targets[path.removesuffix("/kernel")] = max(x.shape[0] for x in found)
-    if left := _left_over(tensors, places):
+    if left := wrong + _left_over(tensors, places):
         raise ValueError(
             f"{source} has {' and '.join(list_some(left))}, expected LoRA adapters of the layers, "
-            "the untied embedding or the head of the model."
+            "the experts, the untied embedding or the head of the model. Weights that are fused "
+            "only in transformers, such as qkv_proj, are not supported."
         )
     if not targets:
         raise ValueError(
@@ -237,13 +207,13 @@ def load_peft(program: Program, state: TrainState, directory: GivenPath) -> Trai
     model = lora_interface("load_peft", program).low_rank
     check_state("load_peft", program.abstract_state, state)
     source = local_path(directory, "load_peft: directory")
-    config, tensors = read_peft_config(source / CONFIG_FILE), _read(source)
-    places, vocab_size = _places_of(program), transformer_of(program).vocab_size
+    (places, experts), vocab_size = _places_of(program), transformer_of(program).vocab_size
+    config, tensors, lines = _read_adapters(source, experts)
     arrays, structure = jax.tree.flatten(variables_of(state))
     leaves = variable_leaves(program)
     by_path = {_path(leaf): (leaf, x) for leaf, x in zip(leaves, arrays, strict=True)}
     values: dict[str, np.ndarray] = {}
-    lines = [f"{name} is left over" for name in _left_over(tensors, places)]
+    lines += [f"{name} is left over" for name in _left_over(tensors, places)]
     for path, (leaf, _) in by_path.items():
         if not is_adapter(path):
             continue
@@ -300,54 +270,30 @@ def _fill(
     where[tuple(map(slice, one.shape))] = one
 
 
-def _places_of(program: Program) -> dict[str, list[Place]]:
-    """Returns the modules of each parameter of a program that has an adapter, by its path."""
+def _places_of(
+    program: Program, family: str = ""
+) -> tuple[dict[str, list[Place]], dict[str, list[str]]]:
+    """Returns the modules of each adapted parameter of a program by path, and of all experts."""
     plain, _ = plain_leaves(program, variable_leaves(program))
     shapes = {_path(leaf): leaf.shape for leaf in plain}
     adapted = {adapted_path(path) for path in shapes if is_adapter(path)}
     shapes = {path: shape for path, shape in shapes.items() if not is_adapter(path)}
-    return _places(transformer_of(program), shapes, adapted, refuse=True)
+    model = transformer_of(program)
+    places = find_places(model, shapes, adapted, family=family, refuse=True)
+    of_experts = find_places(model, shapes, list(filter(is_fused, shapes)), family=family)
+    return places, modules_of_experts(of_experts)
 
 
-def _places(
-    model: Transformer,
-    shapes: Mapping[str, tuple[int, ...]],
-    paths: Collection[str],
-    *,
-    refuse: bool = False,
-) -> dict[str, list[Place]]:
-    """Returns the modules of the parameters at `paths`; leaves out, or refuses, those without."""
-    family = write_config(architecture_of(model))["model_type"]
-    pieces = pieces_of_transformer(family, shapes, skip_unknown=True)
-    uses = collections.Counter(x.tensor for of_path in pieces.values() for x in of_path)
-    found: dict[str, list[Place]] = {}
-    for path in paths:
-        why = ""
-        if "/experts/" in f"/{path}":
-            why = "peft stores one adapter for the fused gate and up parameters of all experts"
-        elif path == "embedding" and model.tied_head:
-            why = "the embedding is also the head, and peft adapts only one of the two"
-        elif path not in pieces:
-            why = f"it has no module of its own in a model of {family!r}"
-        elif any(uses[piece.tensor] > 1 or len(piece.merged) != 2 for piece in pieces[path]):
-            why = "peft adapts the fused weight, of which it is a part, as a whole"
-        if why and refuse:
-            raise ValueError(
-                f"peft: the parameter {path!r} has an adapter, expected none, because {why}. Merge "
-                "it with merge_lora or export_hf, or keep it with save_adapters."
-            )
-        if not why:
-            found[path] = [_place(path, piece) for piece in pieces[path]]
-    return found
+def _read_adapters(
+    directory: Path, experts: Mapping[str, Sequence[str]]
+) -> tuple[PeftConfig, dict[str, np.ndarray], list[str]]:
+    """Reads the files of peft; the adapters of fused experts are split.
 
-
-def _place(path: str, piece: TensorPiece) -> Place:
-    module = piece.tensor.removesuffix(".weight")
-    if path in TABLES:
-        return Place(module, piece, 1)
-    # The input dims are a kernel's first, and the second dim of most weights.
-    first = next(x for x in reversed(piece.merged) if sorted(x) == sorted(piece.dims[: len(x)]))
-    return Place(module, piece, len(first))
+    Returns:
+      The config, the tensors by name, and descriptions of tensors that do not fit the experts.
+    """
+    config, tensors = read_peft_config(directory / CONFIG_FILE), _read(directory)
+    return config, tensors, split_experts(tensors, experts, config.targets, config.scale)
 
 
 def _left_over(

@@ -128,6 +128,8 @@ def test_a_run_on_pairs_of_chats_learns_what_is_chosen(tmp_path):
         }
         for number in range(8)
     ]
+    with pytest.raises(ValueError, match="pair 1 has tools, which the chat's template leaves out"):
+        preference_examples([{**chats[0], "tools": [{"name": "f"}]}], tokenizer, 64)
     pairs = preference_examples(chats, tokenizer, 64)
     model = Transformer(**{**OURS, "vocab_size": tokenizer.vocab_size}, num_layers=2)
     base = quantized(model, {"*kernel": 8}, code="nf4")

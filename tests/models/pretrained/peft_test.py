@@ -28,6 +28,7 @@ from tests.models.pretrained.transformers_models import make_batch, saved
 BATCH = make_batch()
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TABLES = ["embed_tokens", "lm_head"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
 SOME = {
     "rank_pattern": {"layers.1.self_attn.q_proj": 4, "v_proj": 1},
@@ -38,7 +39,32 @@ FAMILIES: dict[str, Any] = {
     "qwen3, some layers": ("Qwen3", {"head_dim": 8}, LAYERS, SOME),
     "qwen2, other factors": ("Qwen2", {}, LAYERS, {"alpha_pattern": {"2.self_attn.q_proj": 7}}),
     "gemma2, tied": ("Gemma2", GEMMA, LAYERS, {}),
+    "mixtral, experts": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_hidden_layers": 2},
+        ["q_proj"],
+        {"target_parameters": EXPERTS, "rank_pattern": {"experts.gate_up_proj": 2}},
+    ),
+    "qwen2_moe, half of the experts": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "num_hidden_layers": 2,
+        },
+        ["q_proj", "shared_expert.gate_proj", "shared_expert.down_proj", "shared_expert_gate"],
+        {"target_parameters": EXPERTS[:1], "use_rslora": True},
+    ),
 }
+
+
+# Warnings of peft itself: it also says that a pattern for a parameter is ignored, and applies it.
+of_peft = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore:The following rank_pattern"
+)
 
 
 def _program(model: Any, mesh: dict[str, int]) -> Any:
@@ -64,7 +90,7 @@ def _of_peft(name: str, folder: Path) -> tuple[Any, Path, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # Of peft itself.
+@of_peft
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
@@ -130,7 +156,7 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], expected nothing"),
         ({"bias": "all"}, "bias is 'all', expected nothing"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', expected nothing"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters is"),
+        ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters is .*, expected names"),
         ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\]"),
         ({"\x1b[2J": 1}, r"\\x1b\[2J is 1"),
         ({"alpha_pattern": {"(a+)+$": 1}}, "alpha_pattern is .*, expected names of modules"),
@@ -160,11 +186,43 @@ def test_a_factor_is_that_of_the_module(tmp_path):
 
 
 @pytest.mark.slow
+@of_peft
+def test_adapters_of_each_weight_of_an_expert_become_one_and_are_split_again(tmp_path, devices8):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    base = saved("Mixtral", {"num_local_experts": 4, "num_hidden_layers": 2})
+    model = Transformer(**read_architecture(base.directory).fields)
+    targets = {"*/experts/gate": 2, "*/experts/up": 3, "*/experts/down": 1}
+    for names in (targets, {"*/experts/up": 3}):
+        adapted = lora(model, names, alpha=4)
+        program = _program(adapted, {"data": 8})
+        state = load_hf(program, base.directory, jax.random.key(0), missing="init")
+        params = jax.tree.map_with_path(_trained, state.params)
+        state, folder = state.replace(params=params), tmp_path / str(len(names))
+        export_peft(program, state, folder)
+        logits = adapted.apply(program.whole(state), BATCH.inputs)
+        assert np.abs(logits - base.logits).max() > 0.1
+        theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), folder)
+        found = theirs(torch.tensor(BATCH.inputs)).logits.detach().numpy()
+        np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
+        found = dict(lora_of_peft(model, folder).targets)
+        assert found == {name.replace("*", "layers"): rank for name, rank in names.items()}
+        begun = load_hf(program, base.directory, jax.random.key(1), missing="init")
+        again = load_peft(program, begun, folder)
+        for x, y in zip(*map(jax.tree.leaves, (state.params, again.params)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def _trained(path: Any, x: jax.Array) -> jax.Array:
+    is_up = jax.tree_util.keystr(path).endswith("lora_b']")
+    return jax.random.normal(jax.random.key(3), x.shape) / 4 if is_up else x
+
+
+@pytest.mark.slow
 def test_adapters_that_peft_has_no_tensors_for_are_refused(tmp_path, devices8):
     sizes: Any = {"vocab_size": 60, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
     experts = Experts(4, capacity_factor=0.0)
     for model, target, words in (
-        (Transformer(**sizes, experts=experts), "*/experts/up", "fused gate and up parameters"),
+        (Transformer(**sizes, experts=experts), "*/experts/router", "routers are no layers"),
         (Transformer(**sizes, tied_head=True), "embedding", "the embedding is also the head"),
     ):
         program = _program(lora(model, {target: 2}, alpha=4), {"data": 8})
