@@ -131,13 +131,15 @@ def token_losses(
     rng: jax.Array,
     *,
     with_labels: bool,
+    train: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the losses of all labels in nats, and whether each label has the largest logit.
 
     The losses are also those of labels that `batch.mask` leaves out, and may be NaN there. `name`
     is the caller's, for error messages. `with_labels` is the result of `takes_labels(apply_fn)`.
+    `train` is whether the model drops activations.
     """
-    call = {"train": True, "rngs": {"dropout": rng}}
+    call = {"train": train, "rngs": {"dropout": rng}}
     if with_labels:
         out = apply_fn({"params": params}, batch.inputs, labels=batch.labels, **call)
         losses, correct = _checked_pair(name, out, batch.labels)

@@ -77,7 +77,8 @@ def preference_loss(beta: float = 0.1) -> LossFn:
         model has neither adapters nor a reference, or smooths labels.
 
     Communication:
-      Two calls of the model instead of one; only the first has a backward pass.
+      That of two calls of the model; only the first has a backward pass, and drops activations if
+      the model does.
     """
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta < float("inf"):
         raise ValueError(f"preference_loss: beta is {beta!r}, expected a number above 0.")
@@ -86,8 +87,8 @@ def preference_loss(beta: float = 0.1) -> LossFn:
         params: Any, apply_fn: Callable[..., Any], batch: Batch, rng: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         flat = _flat(apply_fn, batch)
-        trained = _log_probabilities(params, apply_fn, flat, rng)
-        reference = _log_probabilities(_reference(params), apply_fn, flat, rng)
+        trained = _log_probabilities(params, apply_fn, flat, rng, train=True)
+        reference = _log_probabilities(_reference(params), apply_fn, flat, rng, train=False)
         chosen, rejected = (trained - jax.lax.stop_gradient(reference)).reshape(-1, 2).T
         margins = beta * (chosen - rejected)
         # A pair without an answer is padding.
@@ -110,12 +111,11 @@ def preference_loss(beta: float = 0.1) -> LossFn:
 
 
 def _log_probabilities(
-    params: Any, apply_fn: Callable[..., Any], batch: Batch, rng: jax.Array
+    params: Any, apply_fn: Callable[..., Any], batch: Batch, rng: jax.Array, *, train: bool
 ) -> jax.Array:
     """Returns the log-probability of each sequence's answer, `[2 B]`."""
-    losses, _ = token_losses(
-        "preference_loss", params, apply_fn, batch, rng, with_labels=takes_labels(apply_fn)
-    )
+    given = {"with_labels": takes_labels(apply_fn), "train": train}
+    losses, _ = token_losses("preference_loss", params, apply_fn, batch, rng, **given)
     weights = jnp.asarray(batch.mask, losses.dtype)
     return -jnp.where(weights == 0, 0, losses * weights).sum(-1)
 

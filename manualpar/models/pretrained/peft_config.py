@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.errors import printable
-from manualpar.models.pretrained.peft_experts import is_of_experts
+from manualpar.models.pretrained.peft_experts import is_known
 from manualpar.system.storage.untrusted import read_object
 
 USED = (
@@ -103,9 +103,12 @@ def read_peft_config(path: Path) -> PeftConfig:
         raise refuse("alpha_pattern", "names of modules, not regular expressions")
     parameters = given.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(
-        isinstance(name, str) and is_of_experts(name) for name in parameters
+        isinstance(name, str) and is_known(name) for name in parameters
     ):
-        raise refuse("target_parameters", "names that end with experts.gate_up_proj or .down_proj")
+        raise refuse(
+            "target_parameters",
+            "names that end with experts.gate_up_proj, experts.down_proj or .weight",
+        )
     for key, value in given.items():
         if key in USED or key in UNUSED or value in (*EMPTY, *HARMLESS.get(key, ())):
             continue
@@ -125,7 +128,7 @@ def peft_config(
 
     Args:
       ranks: The rank of each adapted module, by its name.
-      parameters: The rank of each adapted parameter of fused experts, by its name.
+      parameters: The rank of each parameter for `target_parameters`, by its name.
       alpha: The number over which the rank divides.
       base: The name or the directory of the base model.
       rank_stabilized: Whether the square root of the rank divides instead.

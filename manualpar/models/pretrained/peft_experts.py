@@ -12,7 +12,7 @@ it is read again, each of the two gets back its own rank, because the other entr
 """
 
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +52,20 @@ class _Layer(NamedTuple):
         return first, last
 
 
-def is_of_experts(parameter: str) -> bool:
-    """Returns whether a name in `target_parameters` may be that of a parameter of experts."""
-    return parameter.endswith(("experts.gate_up_proj", "experts.down_proj"))
+def is_known(parameter: str) -> bool:
+    """Returns whether a name in `target_parameters` may be that of a parameter that we have."""
+    return parameter.endswith(("experts.gate_up_proj", "experts.down_proj", ".weight"))
+
+
+def weights_to_name(modules: Iterable[str]) -> list[str]:
+    """Returns the modules of a model with experts whose weights go to `target_parameters`.
+
+    Peft takes every module with the name of an expert's weight, such as `mlp.down_proj` in a dense
+    layer, for the fused experts if `target_modules` has it. The adapter of the parameter `weight`
+    of such a module has the same tensors and the same product.
+    """
+    names = ("gate_proj", "up_proj", DOWN_PROJ)
+    return [module for module in modules if module.rpartition(".")[2] in names]
 
 
 def is_fused(path: str) -> bool:

@@ -46,6 +46,7 @@ from manualpar.models.pretrained.peft_experts import (
     join_experts,
     modules_of_experts,
     split_experts,
+    weights_to_name,
 )
 from manualpar.models.pretrained.peft_places import PREFIX, Place, find_places, may_have_place
 from manualpar.models.pretrained.sources import transformer_of
@@ -120,6 +121,9 @@ def export_peft(
         for place in of_path
         if place.names[0] in values
     }
+    if transformer_of(program).experts.num_experts:
+        for module in weights_to_name(ranks):
+            fused[f"{module}.weight"] = ranks.pop(module)
     with failing_together():
         if jax.process_index() == 0:
             config = peft_config(
@@ -178,7 +182,7 @@ def lora_of_peft(model: Any, directory: GivenPath) -> LowRankModel:
             targets[path.removesuffix("/kernel")] = max(x.shape[0] for x in found)
     if left := wrong + _left_over(tensors, places):
         raise ValueError(
-            f"{source} has {' and '.join(list_some(left))}, expected LoRA adapters of the layers, "
+            f"{source} has {', '.join(list_some(left))}; expected LoRA adapters of the layers, "
             "the experts, the untied embedding or the head of the model. Weights that are fused "
             "only in transformers, such as qkv_proj, are not supported."
         )

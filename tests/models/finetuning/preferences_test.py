@@ -117,6 +117,18 @@ def test_the_reference_of_adapters_is_the_model_without_them(name):
     _check(program, params, (loss, {p: x for p, x in by_path(grads).items() if is_adapter(p)}))
 
 
+def test_the_reference_drops_no_activations():
+    called = []
+
+    def apply_fn(variables: Any, tokens: Any, *, train: bool, **kwargs: Any) -> Any:
+        called.append((set(variables["params"]), train))
+        return jnp.zeros((*tokens.shape, 16))
+
+    params = dict.fromkeys(("head", "head_lora_a", "head_lora_b"), jnp.zeros((2, 2)))
+    preference_loss(BETA)(params, apply_fn, BATCH, jax.random.key(0))
+    assert called == [(set(params), True), ({"head"}, False)]
+
+
 @pytest.mark.slow
 def test_a_run_on_pairs_of_chats_learns_what_is_chosen(tmp_path):
     tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", CHATML))

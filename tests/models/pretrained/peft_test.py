@@ -23,7 +23,7 @@ from manualpar.models.pretrained import (
     read_architecture,
 )
 from manualpar.models.pretrained.peft_config import read_peft_config
-from tests.models.pretrained.transformers_models import make_batch, saved
+from tests.models.pretrained.transformers_models import MODELS, make_batch, saved
 
 BATCH = make_batch()
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -156,7 +156,7 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], expected nothing"),
         ({"bias": "all"}, "bias is 'all', expected nothing"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', expected nothing"),
-        ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters is .*, expected names"),
+        ({"target_parameters": ["mlp.gate.bias"]}, "target_parameters is .*, expected names"),
         ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\]"),
         ({"\x1b[2J": 1}, r"\\x1b\[2J is 1"),
         ({"alpha_pattern": {"(a+)+$": 1}}, "alpha_pattern is .*, expected names of modules"),
@@ -189,23 +189,28 @@ def test_a_factor_is_that_of_the_module(tmp_path):
 @of_peft
 def test_adapters_of_each_weight_of_an_expert_become_one_and_are_split_again(tmp_path, devices8):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    base = saved("Mixtral", {"num_local_experts": 4, "num_hidden_layers": 2})
-    model = Transformer(**read_architecture(base.directory).fields)
-    targets = {"*/experts/gate": 2, "*/experts/up": 3, "*/experts/down": 1}
-    for names in (targets, {"*/experts/up": 3}):
-        adapted = lora(model, names, alpha=4)
+    everything = {"*/experts/gate": 2, "*/experts/up": 3, "*/experts/down": 1}
+    shared = {"*/experts/shared_up": 2, "*/mlp/down": 3, "*/attention/query": 2}
+    for name, targets in (
+        ("mixtral", everything),
+        ("mixtral", {"*/experts/up": 3}),
+        ("dots1", {**shared, "*/experts/down": 2}),
+    ):
+        base = saved(*MODELS[name])
+        model = Transformer(**read_architecture(base.directory).fields)
+        adapted = lora(model, targets, alpha=4)
         program = _program(adapted, {"data": 8})
         state = load_hf(program, base.directory, jax.random.key(0), missing="init")
-        params = jax.tree.map_with_path(_trained, state.params)
-        state, folder = state.replace(params=params), tmp_path / str(len(names))
+        state = program.init_from(jax.tree.map_with_path(_trained, program.whole(state)))
+        folder = tmp_path / f"{name} {len(targets)}"
         export_peft(program, state, folder)
         logits = adapted.apply(program.whole(state), BATCH.inputs)
         assert np.abs(logits - base.logits).max() > 0.1
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), folder)
         found = theirs(torch.tensor(BATCH.inputs)).logits.detach().numpy()
         np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
-        found = dict(lora_of_peft(model, folder).targets)
-        assert found == {name.replace("*", "layers"): rank for name, rank in names.items()}
+        read = dict(lora_of_peft(model, folder).targets)
+        assert set(read.values()) == set(targets.values())
         begun = load_hf(program, base.directory, jax.random.key(1), missing="init")
         again = load_peft(program, begun, folder)
         for x, y in zip(*map(jax.tree.leaves, (state.params, again.params)), strict=True):
