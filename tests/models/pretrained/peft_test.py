@@ -12,7 +12,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from manualpar import fsdp, lora, make_mesh
+from manualpar import fsdp, lora, make_mesh, quantized
 from manualpar.models import Experts, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.pretrained import (
@@ -144,6 +144,28 @@ def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
         save_file(changed, damaged / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=r"base_layer.weight is another (head|embedding) than"):
             load_peft(program, begun, damaged)
+
+
+@pytest.mark.slow
+@of_peft
+def test_an_nf4_base_has_the_same_adapters(tmp_path):
+    base, adapters, _ = _of_peft("qwen3, some layers", tmp_path)
+    stored = quantized(
+        Transformer(**read_architecture(base.directory).fields), {"*kernel": 8}, code="nf4"
+    )
+    program = _program(lora_of_peft(stored, adapters), {"data": 8})
+    state = load_hf(program, base.directory, jax.random.key(0), missing="init")
+    state = load_peft(program, state, adapters)
+    export_peft(program, state, tmp_path / "back")
+    given, back = (
+        load_file(folder / "adapter_model.safetensors") for folder in (adapters, tmp_path / "back")
+    )
+    assert given.keys() <= back.keys()
+    for name, x in back.items():  # Layers of a scan have adapters of one rank.
+        own = given.get(name, np.zeros((0, 0), np.float32))
+        where = tuple(map(slice, own.shape))
+        np.testing.assert_array_equal(x[where], own)
+        assert np.count_nonzero(x) == np.count_nonzero(own)
 
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q"]}
