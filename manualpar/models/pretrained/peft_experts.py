@@ -165,13 +165,13 @@ def _layers(modules: Mapping[str, Sequence[str]]) -> list[_Layer]:
     """Returns the layers with experts; the modules of a weight are in the order of experts."""
     layers: dict[str, _Layer] = {}
     for path, names in modules.items():
-        kind = WEIGHTS.index(path.rpartition("/")[2])
         for name in names:
             found = _EXPERT.fullmatch(name)
             assert found is not None
             module = f"{found['layer']}.mlp.experts"
             layer = layers.setdefault(module, _Layer(module, [], [], []))
-            layer[kind + 1].append(name)
+            parts = dict(zip(WEIGHTS, (layer.gates, layer.ups, layer.downs), strict=True))
+            parts[path.rpartition("/")[2]].append(name)
     return list(layers.values())
 
 
