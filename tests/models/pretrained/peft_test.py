@@ -149,7 +149,7 @@ def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
 @pytest.mark.slow
 @of_peft
 def test_an_nf4_base_has_the_same_adapters(tmp_path):
-    base, adapters, _ = _of_peft("qwen3, some layers", tmp_path)
+    base, adapters, _ = _of_peft("gemma2, tied", tmp_path)
     stored = quantized(
         Transformer(**read_architecture(base.directory).fields), {"*kernel": 8}, code="nf4"
     )
@@ -160,12 +160,9 @@ def test_an_nf4_base_has_the_same_adapters(tmp_path):
     given, back = (
         load_file(folder / "adapter_model.safetensors") for folder in (adapters, tmp_path / "back")
     )
-    assert given.keys() <= back.keys()
-    for name, x in back.items():  # Layers of a scan have adapters of one rank.
-        own = given.get(name, np.zeros((0, 0), np.float32))
-        where = tuple(map(slice, own.shape))
-        np.testing.assert_array_equal(x[where], own)
-        assert np.count_nonzero(x) == np.count_nonzero(own)
+    assert given.keys() == back.keys()
+    for name, x in given.items():
+        np.testing.assert_array_equal(back[name], x)
 
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q"]}
