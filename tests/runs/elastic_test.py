@@ -7,15 +7,19 @@ how the work is divided by rounding alone, and on the examples, which stay the s
 import json
 import re
 import shutil
+import time
 
 import pytest
 
+from manualpar.training.monitoring.run_record import read_run
+from manualpar.training.monitoring.run_times import add_up
 from tests.runs.small_runs import (
     assert_close_metrics,
     checkpoint_arrays,
     complete_steps,
     resumed_from,
     run_here,
+    start,
 )
 
 EXACT = (
@@ -115,6 +119,40 @@ def test_a_language_model_goes_on_with_split_layers(tmp_path, capsys, devices8):
     capsys.readouterr()
     output = goes_on(runs, tmp_path / "on", changes, capsys, also=tiny, config="tp_lm.py")
     assert "fsdp on 8 devices (data=2 x model=4)" in output
+
+
+@pytest.mark.slow
+def test_a_run_of_eight_devices_comes_back_with_six_and_says_where_its_time_went(
+    processes, tmp_path
+):
+    workdir = tmp_path / "run"
+    own = ["--config.data.batch_size=48", "--mesh=data=-1", "--config.checkpoint.every_steps=8"]
+    for devices, steps in ((8, 12), (6, 20)):
+        run = start(
+            processes, workdir, *own, f"--config.training.num_steps={steps}", devices=devices
+        )
+        assert run.wait() == 0, run.err
+    assert resumed_from(run.out) == 12
+    assert (
+        "\nthe 48 examples of a step are divided as 6 devices x 2 x 4 (devices x minibatches x "
+        "examples), before as 8 devices x 1 x 6: they are the same examples, whose sums are added "
+        "in another order, but other random numbers are drawn for them (dropout masks)\n"
+    ) in run.out
+    record = read_run(workdir)
+    assert record.left_out == []
+    found = add_up(record.times)
+    began, last = record.times[0]["began"], record.times[-1]
+    assert found.total == pytest.approx(last["began"] + last["seconds"] - began, abs=0.01)
+    assert [one["what"] for one in record.times if one.get("starts")] == ["starting"] * 2
+    assert {"restoring", "compiling", "training", "saving", "standing still"} <= set(found.seconds)
+    assert found.total < time.time() - began + 1
+    page = (workdir / "report.html").read_text()
+    assert "<h2>Time</h2>" in page
+    assert page.count('<th scope="row">starting</th>') >= 2
+    # A machine with five devices would be told which numbers divide the batch.
+    run = start(processes, workdir, *own, devices=5)
+    assert run.wait() == 2
+    assert "Of fewer devices, 1, 2, 3, 4 would divide it." in run.err
 
 
 def goes_on(runs, workdir, changes, capsys, *, also=(), config="fsdp.py"):
