@@ -17,8 +17,8 @@ own. The scenes are:
 
 `--table` prints only what a start, a second of training and an end send, from 8 to 16,384
 processes. The numbers are computed by `count_messages`, and a test compares them with the messages
-that are counted in a crowd. Nothing listens at another address than 127.0.0.1, and everything ends
-by itself after `--limit` seconds.
+that are counted in a crowd. The hub listens at 127.0.0.1 only, and everything ends by itself after
+`--limit` seconds.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def count_messages(count: int) -> dict[str, int]:
     """Counts the messages and connections of a run of `count` processes, in all processes.
 
     `share` is the exchange of preflight: a message to the hub from each process, the values of its
-    peers, and the message that these were all. Process 0 gets the values of all.
+    peers, and a message after the last of them. Process 0 gets the values of all.
     """
     wanted = count + sum(len(peers(process, count)) for process in range(1, count))
     return {
@@ -108,7 +108,7 @@ def grown_rows(sizes: Sequence[int]) -> list[str]:
     """Makes the table of what grows with the number of processes."""
     counts = [count_messages(size) for size in sizes]
     lines = [[name, *(f"{one[name]:,}" for one in counts)] for name in counts[0]]
-    per_second = [f"{2 * size * beat_bytes(size) / 2 / 1e6:,.2f}" for size in sizes]
+    per_second = [f"{size * beat_bytes(size) / 1e6:,.2f}" for size in sizes]
     lines.append(["MB that the hub sends in a second", *per_second])
     return table(["messages", *(f"{size:,}" for size in sizes)], lines)
 

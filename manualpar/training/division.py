@@ -85,24 +85,31 @@ def divide_batch(
       ValueError: The devices, or the devices times the minibatches, do not divide the batch.
     """
     batch_size, asked = config.data.batch_size, config.optimizer.num_minibatches
-    if batch_size % devices == 0 and earlier and _decides(config, earlier.config):
-        each, at_once = batch_size // devices, earlier.division.at_once
-        found = (n for n in range(asked, each + 1) if each % n == 0 and each // n <= at_once)
-        if (minibatches := next(found, None)) is not None:
-            return Division(devices, minibatches, at_once)
-    if batch_size % (devices * asked):
+    began = earlier.division if earlier and _asks_the_same(config, earlier.config) else None
+
+    def divide(number: int) -> Division | None:
+        each = batch_size // number
+        if batch_size % number:
+            return None
+        if began is not None:
+            counts = (n for n in range(asked, each + 1) if each % n == 0)
+            if (found := next((n for n in counts if each // n <= began.at_once), None)) is not None:
+                return Division(number, found, began.at_once)
+        return None if each % asked else Division(number, asked, each // asked)
+
+    if (division := divide(devices)) is None:
         along = " and ".join(map(repr, data_axes)) or repr("data")
-        fitting = [str(n) for n in range(1, devices) if batch_size % (n * asked) == 0]
+        fitting = [str(number) for number in range(1, devices) if divide(number)]
         could = f" Of fewer devices, {', '.join(fitting)} would divide it." if fitting else ""
         raise ValueError(
             f"config.data.batch_size is {batch_size}, expected a multiple of {devices * asked}, "
             f"the {devices} devices along {along} times "
             f"config.optimizer.num_minibatches={asked}.{could}"
         )
-    return Division(devices, asked, batch_size // (devices * asked))
+    return division
 
 
-def _decides(config: ml_collections.ConfigDict, earlier: Mapping[str, Any]) -> bool:
+def _asks_the_same(config: ml_collections.ConfigDict, earlier: Mapping[str, Any]) -> bool:
     """Returns whether the checkpoint's config asks for the same division as this config."""
     asked = flatten_config(json.loads(json.dumps(config.to_dict())))
     return all(asked.get(name) == earlier.get(name) for name in DECIDING)

@@ -22,6 +22,7 @@ from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.state.train_state import TrainState
 from manualpar.data import BatchStream, evaluation_batches, train_batches
 from manualpar.system.cluster import UNWATCHED, Cluster
+from manualpar.system.cluster.agreement import gather_in_first
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.experiment import Experiment
 from manualpar.training.hooks import Hooks
@@ -349,10 +350,7 @@ class Trainer:
                 "division": list(self.experiment.division),
             }
             if isinstance(dataset.train, BatchStream):
-                own = {"state": dataset.train.state()}
-                wants = range(self.cluster.num_processes) if self.cluster.is_main else []
-                states = self.cluster.share(own, wants)
-                extra["stream"] = [states[process]["state"] for process in sorted(states)]
+                extra["stream"] = gather_in_first(self.cluster, dataset.train.state())
             self.checkpoints.save(
                 self.experiment.program,
                 state,

@@ -100,6 +100,13 @@ def test_what_divides_the_batch_is_named():
         r"config\.optimizer\.num_minibatches=1\. Of fewer devices, 1, 2, 3, 4 would divide it\.",
     ):
         divided(5, begun(8))
+    # Three devices take eight minibatches of two. In a new run 48 would have to be a multiple of 9.
+    three = {"optimizer.num_minibatches": 3}
+    assert divided(3, begun(8, **three), **three) == (3, 8, 2)
+    with pytest.raises(ValueError, match=r"Of fewer devices, 1, 2, 3, 4 would divide it\."):
+        divided(5, begun(8, **three), **three)
+    with pytest.raises(ValueError, match=r"Of fewer devices, 1, 2, 4 would divide it\."):
+        divided(5, **three)
 
 
 def test_the_change_is_a_sentence():
@@ -114,7 +121,12 @@ def test_the_change_is_a_sentence():
         "in another order"
     )
     (sentence,) = describe_change([8, 1, 6], now, batch_size=48, draws=True)
-    assert sentence.endswith(", but other random numbers are drawn for them (dropout masks)")
+    drawn = ", but other random numbers are drawn for them (dropout masks)"
+    assert sentence.endswith(drawn)
+    (sentence,) = describe_change(list(now), Division(8, 1, 6), batch_size=48, draws=True)
+    assert "are divided as 8 devices x 1 x 6 (devices" in sentence
+    assert "before as 6 devices x 2 x 4: they" in sentence
+    assert sentence.endswith(drawn)
 
 
 def test_every_number_of_devices_reads_the_same_examples_in_the_same_order(devices8):

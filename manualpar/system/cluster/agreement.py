@@ -17,9 +17,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from manualpar.system.cluster.cluster import Cluster
 from manualpar.system.storage import FolderError
 
 JSON = Any
+# Longer values are sent by a collective, because the hub refuses messages of more than a MiB.
+MOST_SHARED_CHARACTERS = 2**18
 
 
 def gather(value: JSON) -> list[JSON]:
@@ -46,9 +49,26 @@ def from_first(value: JSON) -> JSON:
     """Returns process 0's value in every process.
 
     Communication:
-      Two small all-reduces over a device of each process; none with one process.
+      Two small all-reduces over all devices; none with one process.
     """
     return _from(0, value)
+
+
+def gather_in_first(cluster: Cluster, value: JSON) -> list[JSON]:
+    """Gathers a JSON value of each process in process 0; elsewhere the list may be empty.
+
+    The hub sends the values, so their bytes grow with the number of processes, and not with its
+    square. Only if a value is too long for the hub, all values are gathered in all processes.
+
+    Communication:
+      The communication of `any_process`, and for a long value that of `gather`.
+    """
+    text = json.dumps(value)
+    if any_process(len(text) > MOST_SHARED_CHARACTERS):
+        return gather(value)
+    wants = range(cluster.num_processes) if cluster.is_main else []
+    texts = cluster.share({"text": text}, wants)
+    return [json.loads(texts[process]["text"]) for process in sorted(texts)]
 
 
 def any_process(condition: bool) -> bool:
@@ -64,8 +84,8 @@ def first_failure(failure: str) -> str:
     """Returns the failure of the first failed process, or `''`.
 
     Communication:
-      A small all-reduce over a device of each process, and two more after a failure; none with one
-      process.
+      A small all-reduce over a device of each process, and after a failure two over all devices;
+      none with one process.
     """
     failed = _first_with(bool(failure))
     return "" if failed is None else _from(failed, failure)

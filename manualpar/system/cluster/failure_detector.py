@@ -145,12 +145,13 @@ class Pace:
 def slowest(
     steps: Iterable[tuple[int, int | None, float]],
 ) -> list[tuple[int, int | None, float]]:
-    """Chooses the processes of which all processes are told the last step, at most `MOST_TOLD`.
+    """Returns the items of the slowest processes, at most `MOST_TOLD`.
 
     An item has a process, its last step, which is `None` before the first, and the seconds since
-    then. Chosen are the processes without a step, then those with the lowest steps, and always one
-    that is ahead of the slowest, if there is one. If every process were told every step, what the
-    hub sends would grow with the square of their number.
+    then. The processes without a step come first, then the processes with the lowest steps. One of
+    the items is ahead of the slowest, if any process is. The hub sends these items to all
+    processes. If it sent all items to all processes, the bytes would grow with the square of the
+    number of processes.
     """
     ordered = sorted(steps, key=lambda one: (-1 if one[1] is None else one[1], -one[2]))
     told = ordered[:MOST_TOLD]
