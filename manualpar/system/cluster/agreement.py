@@ -75,7 +75,7 @@ def any_process(condition: bool) -> bool:
     """Returns whether a condition holds in any process.
 
     Communication:
-      A small all-reduce over a device of each process; none with one process.
+      A small all-reduce over all devices; none with one process.
     """
     return _first_with(condition) is not None
 
@@ -84,8 +84,7 @@ def first_failure(failure: str) -> str:
     """Returns the failure of the first failed process, or `''`.
 
     Communication:
-      A small all-reduce over a device of each process, and after a failure two over all devices;
-      none with one process.
+      A small all-reduce over all devices, and two more after a failure; none with one process.
     """
     failed = _first_with(bool(failure))
     return "" if failed is None else _from(failed, failure)
@@ -108,18 +107,21 @@ def _first_with(condition: bool) -> int | None:
     count = jax.process_count()
     own = jax.process_index() if condition else count
     if count > 1:
-        # One device of each process. (`gather` would send every process a value of each.)
-        devices = {device.process_index: device for device in jax.devices()}
-        mesh = Mesh(np.array([devices[process] for process in sorted(devices)]), ("processes",))
+        # All devices take part. XLA:CPU runs a program of a process's only device at once, beside
+        # collectives of earlier programs on all devices, and then gloo mixes up their messages.
+        devices = np.array(jax.devices()).reshape(count, jax.local_device_count())
+        mesh = Mesh(devices, ("processes", "devices"))
         values = jax.make_array_from_process_local_data(
             NamedSharding(mesh, PartitionSpec("processes")), np.array([own], np.int32), (count,)
         )
-        own = int(_minimum(NamedSharding(mesh, PartitionSpec()))(values))
+        minimum = _minimum(NamedSharding(mesh, PartitionSpec()))(values)
+        own = int(minimum.addressable_data(0))
     return own if own < count else None
 
 
 @functools.cache
 def _minimum(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Makes the program that finds the smallest of the processes' values."""
     return jax.jit(jnp.min, out_shardings=sharding)
 
 

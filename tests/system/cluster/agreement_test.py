@@ -143,6 +143,12 @@ with initialize(coordinator_address=address, num_processes=3, process_id=process
                     raise kind("no room")
         except (FolderError, OSError, ValueError) as error:
             print(isinstance(error, ValueError) and not isinstance(error, OSError), error)
+    # Messages of one agreement must not reach another. Their lengths differ.
+    for number in range(50):
+        assert from_first("x" * (number % 7)) == "x" * (number % 7)
+        assert any_process(process == number % 4) == (number % 4 < 3)
+        failure = "failed" if process == number % 5 else ""
+        assert first_failure(failure) == ("failed" if number % 5 < 3 else "")
 """
 
 
