@@ -29,8 +29,8 @@ class Division(NamedTuple):
     Attributes:
       devices: The number of devices among which the batch is divided.
       minibatches: The number of minibatches of each device.
-      at_once: The most examples that a device computes at once, as the config asked when the run
-        began. They may be more than now.
+      at_once: The number of examples that a device computed at once when the run began, as the
+        config asked. It is the limit after a resume, so it may be larger than the number now.
     """
 
     devices: int
@@ -116,7 +116,7 @@ def _asks_the_same(config: ml_collections.ConfigDict, earlier: Mapping[str, Any]
 
 
 def describe_change(before: Any, now: Division, *, batch_size: int, draws: bool) -> list[str]:
-    """Returns the sentence that says how a resumed run divides its batch in another way.
+    """Returns a sentence if a resumed run divides its batch in another way than before.
 
     Args:
       before: The division in the checkpoint, as JSON.

@@ -24,7 +24,7 @@ from manualpar.system.storage import AnyPath
 LEAST_FREE_BYTES = 2**30
 # The open files that a process needs in addition to the connections with the other processes.
 OWN_FILES = 256
-# The least number of them with which process 0 can accept connections.
+# With fewer of them process 0 might not be able to accept connections.
 HUB_FILES = 64
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

@@ -1,14 +1,13 @@
 """What a run spends its time on: training, starts, saves, stalls, stops, and steps done again.
 
 Process 0 writes a line into `times.jsonl` for each interval of its main thread. An interval begins
-where the one before ended, so the intervals of a start add up to its time. No line is ever cut off:
-the time of steps that a resumed run does again was spent. What lies between the last line of a
-start and the beginning of the next start is the time in which the run stood still. So all intervals
-add up to the time since the run first began.
+where the earlier one ended, so the intervals of a start add up to its time. No line is ever cut
+off, because the time was spent even if a resumed run does the steps again. Between the last line of
+a start and the beginning of the next start the run stood still. So all intervals add up to the time
+since the run first began.
 
 A step is dispatched, and computed later. So a wait for the devices belongs to the interval in which
-the main thread waits. A killed run has no line for the time since its last report; this time counts
-as standing still.
+the main thread waits. If a run is killed, the time since its last line counts as standing still.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ TIMES_FILE = "times.jsonl"
 STARTING, RESTORING, COMPILING = "starting", "restoring", "compiling"
 TRAINING, EVALUATING, COMPARING = "training", "evaluating", "comparing replicas"
 SAVING, STALLED, STOPPING, ENDING = "saving", "stalled", "stopping", "ending"
-STOPPED, REPEATED = "standing still", "training again"  # Found by `total`, in no line.
+STOPPED, REPEATED = "standing still", "training again"  # Found by `add_up`, in no line.
 WHAT = (
     *(STARTING, RESTORING, COMPILING, TRAINING, EVALUATING, COMPARING),
     *(SAVING, STALLED, STOPPING, ENDING),

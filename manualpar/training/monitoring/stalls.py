@@ -123,8 +123,7 @@ def describe_late(told: Mapping[int, tuple[int, float] | None], *, num_processes
     """Returns a sentence that names the late processes.
 
     `told` maps the slowest processes to their last step and the seconds since then, or to `None`
-    if they have made no step. There are `num_processes`, and those that are missing in `told` are
-    not slower than the others.
+    if they have made no step. The other processes of `num_processes` are not slower than these.
     """
     steps = {process: done for process, done in told.items() if done}
     if not steps:
