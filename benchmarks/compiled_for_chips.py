@@ -92,6 +92,10 @@ LAYOUTS: Mapping[str, Layout] = {
     "dp": Layout(fields={"parallel.strategy": "dp"}),
     "zero1": Layout(fields={"parallel.strategy": "zero1"}),
     "hsdp": Layout({"replica": 2}, {"parallel.strategy": "hsdp"}),
+    # Only mode manual has it: the mean over replicas in the backward pass.
+    "hsdp, mean inside": Layout(
+        {"replica": 2}, {"parallel.strategy": "hsdp", "parallel.replica_mean": "backward"}
+    ),
     "split over 4": Layout({SPLIT_AXIS: 4}),
     "split over 4, sequence": Layout({SPLIT_AXIS: 4}, {"parallel.sequence": True}),
     "split over 4, ring": Layout(
