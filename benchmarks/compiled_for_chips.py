@@ -98,7 +98,8 @@ LAYOUTS: Mapping[str, Layout] = {
         fields={"parallel.strategy": "zero2", "optimizer.num_minibatches": 2}, sequences=2
     ),
     "hsdp": Layout({"replica": 2}, {"parallel.strategy": "hsdp"}),
-    "hsdp, mean in backward": Layout(
+    # Only mode manual has it: the mean over replicas in the backward pass.
+    "hsdp, mean inside": Layout(
         {"replica": 2}, {"parallel.strategy": "hsdp", "parallel.replica_mean": "backward"}
     ),
     "split over 4": Layout({SPLIT_AXIS: 4}),
