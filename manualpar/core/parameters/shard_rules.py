@@ -98,9 +98,9 @@ def choose_shard_dim(
     its shards are contiguous. A simulation on CPUs has the layout of TPUs. With `prefers_first` the
     first candidate is chosen. This is the rule on GPUs, because XLA:GPU gathers and scatters along
     the first dimension only, and keeps a transposed copy of a stack of parameters that is sharded
-    along another one. A parameter of fewer than `min_weight_size` elements is not worth a collective and
-    stays replicated. `excluded_dims` are not sharded, because each use of the parameter gets only
-    one slice along them (as in `nn.scan`).
+    along another one. A parameter of fewer than `min_weight_size` elements is not worth a
+    collective and stays replicated. `excluded_dims` are not sharded, because each use of the
+    parameter gets only one slice along them (as in `nn.scan`).
 
     Returns:
       The dimension, or `None` if no dimension is sharded, and the reason.
