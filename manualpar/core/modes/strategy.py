@@ -92,6 +92,11 @@ class Strategy(Summarized):
     regather_axes: tuple[str, ...] | None = None
     averages_in_backward: bool = False
 
+    @property
+    def scatters_in_backward(self) -> bool:
+        """Whether the backward pass may scatter the gradients of replicated parameters."""
+        return self.gather_every == self.reduce_every == "minibatch"
+
     def _summary(self) -> tuple[str, dict[str, str]]:
         again = ""
         if self.reshard_after_forward:
