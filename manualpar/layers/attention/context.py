@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.parameters.collectives import varying_axes
@@ -145,7 +146,7 @@ class Context(FieldGroup):
           One all-gather of two sums for each column of `x`.
         """
         if self.size == 1:
-            return jnp.cumsum(x, axis=1)
+            return self._sum_up_global(x)
         self._check_length("cumsum", x.shape[1])
         halves = jnp.stack(jnp.split(x, 2, axis=1))
         of_devices = self._gather(halves.sum(2))  # [C, 2, B, ...]
@@ -222,7 +223,7 @@ class Context(FieldGroup):
         scoring = Scoring(window, soft_cap)
         attend = functools.partial(attention, kind=kind, window=window, soft_cap=soft_cap)
         if self.size == 1:
-            return attend(query, key, value, documents)
+            return self._attend_to_global(attend, query, key, value, documents)
         self._check_length("attention", query.shape[1])
         check_attention(query, key, value, documents, scoring)
         if self.how == "ulysses":
@@ -239,6 +240,46 @@ class Context(FieldGroup):
         by_kernel = not kind and fits_parts(query, key, query.shape[1] // 2, scoring)
         axis = str(self.axis)
         return ring_attention(query, key, value, of_all, axis, scoring, by_kernel=by_kernel)
+
+    def _sum_up_global(self, x: jax.Array) -> jax.Array:
+        """Sums along dim 1 of an array with full sequences, which its type may split."""
+        spec = jax.typeof(x).sharding.spec
+        if spec[1] is None:
+            return jnp.cumsum(x, axis=1)
+        x = jax.sharding.reshard(x, PartitionSpec(spec[0], None, *spec[2:]))
+        return jax.sharding.reshard(jnp.cumsum(x, axis=1), spec)
+
+    def _attend_to_global(
+        self,
+        attend: Callable[..., jax.Array],
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None,
+    ) -> jax.Array:
+        """Attends on arrays with full sequences.
+
+        In modes `auto` and `explicit` XLA splits these sequences along the axis. No kind of
+        attention runs on split sequences there: cuDNN's kernel refuses them, and types would merge
+        the axis with that of the examples. So each device along the axis computes some of the
+        heads, or all heads if the axis does not divide the key heads.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        axis = self.axis
+        if axis not in {*mesh.auto_axes, *mesh.explicit_axes} or mesh.shape[axis] == 1:
+            return attend(query, key, value, documents)
+        examples: Any = PartitionSpec.UNCONSTRAINED
+        before = PartitionSpec(examples, axis, examples, examples)
+        constrain: Any = jax.lax.with_sharding_constraint
+        if axis in mesh.explicit_axes:
+            before = jax.typeof(query).sharding.spec
+            constrain, examples = jax.sharding.reshard, before[0]
+        heads = None if key.shape[2] % mesh.shape[axis] else axis
+        by_heads = PartitionSpec(examples, None, heads, None)
+        query, key, value = (constrain(x, by_heads) for x in (query, key, value))
+        if documents is not None:
+            documents = constrain(documents, PartitionSpec(examples, None))
+        return constrain(attend(query, key, value, documents), before)
 
     def _exchange_heads(
         self,
