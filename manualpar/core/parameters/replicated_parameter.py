@@ -24,7 +24,6 @@ from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
     is_box,
     pad_leaf,
-    reduction_dtype,
     scatter_gradients,
 )
 
@@ -62,7 +61,9 @@ class ReplicatedParameter(ShardedParameter, eq=False):
         axes = {axis for _, axes in shard.gather_dims() for axis in axes}
         # A loop of flax traces a box only to find shapes. Values in such a trace do not vary.
         if all(map(is_axis_bound, axes)) and axes <= varying_axes(self.value):
-            value = _with_scattered_gradient(shard, value, self.comm.reduce.quantizer)
+            # A quantizer may contain a key, so it is an argument, and no part of a static field.
+            exact = shard.replace(comm=self.comm.with_reduce_quantizer(None))
+            value = _with_scattered_gradient(exact, value, self.comm.reduce.quantizer)
         if not is_box(self.whole):
             return value
         return self.whole.replace(value=value, is_whole=self.is_whole)
@@ -110,7 +111,6 @@ def _forward(shard: ShardedParameter, value: jax.Array, quantizer: Any) -> tuple
 def _backward(residuals: Any, g: jax.Array) -> tuple[ShardedParameter, None, None]:
     shard, quantizer = residuals
     comm = shard.comm.with_reduce_quantizer(quantizer)
-    g = g.astype(reduction_dtype(shard))
     scattered = scatter_gradients(g, shard.replace(comm=comm)).value
     return shard.replace(value=scattered.astype(shard.value.dtype)), None, None
 

@@ -226,7 +226,6 @@ class Step(Summarized):
         The first tree then has zeros in the shape of the gradient's shard, which are
         differentiated, and the second tree has the parameter.
         """
-
         if not self.mode.writes_collectives or self.pipeline is not None:
             return boxes, frozen
 
