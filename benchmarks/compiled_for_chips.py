@@ -34,6 +34,7 @@ import ml_collections
 from benchmarks.results import note_conditions, write_results
 from manualpar.core.mesh.compiler_options import CHOICES, Overlap
 from manualpar.planner.gpu_compiler import compile_for_gpu
+from manualpar.planner.hardware import chip_named
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
@@ -119,7 +120,6 @@ LAYOUTS: Mapping[str, Layout] = {
     "context over 4, ulysses": Layout({CONTEXT_AXIS: 4}, {"parallel.context_attention": "ulysses"}),
 }
 REFERENCE = "auto"
-H100 = "NVIDIA H100 80GB HBM3"
 
 
 class Variant(NamedTuple):
@@ -147,7 +147,11 @@ PROGRAMS: Mapping[str, Variant] = {
     "auto-unconstrained": Variant("auto-unconstrained"),
 }
 # The options that `overlap="auto"` has for a single axis of GPUs.
-ALL_OPTIONS = next(choice.options for choice in CHOICES if re.fullmatch(choice.device_kind, H100))
+ALL_OPTIONS = next(
+    choice.options
+    for choice in CHOICES
+    if re.fullmatch(choice.device_kind, chip_named("h100").device_kind)
+)
 COMPARED = ("auto", "manual", "manual, no options")
 
 

@@ -171,9 +171,9 @@ def multiply_rows(
     Before the product, all dims of `x` that are not contracted are merged into one. So the gradient
     of the kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes
     transposed copies of both factors, which doubles the time of an MLP. The merging changes no bit
-    of the results. Dims that may be sharded are not merged, because XLA would then gather them: a
-    dim after the first that is sharded by its type, and on other devices than CPUs any dims of an
-    array whose sharding XLA chooses.
+    of the results. Dims that may be sharded are not merged, because XLA would then gather them:
+    dims after the first that are sharded by the type of `x`, and, except on CPUs, all dims if XLA
+    chooses the sharding (mode `auto`).
 
     Args:
       x: `[..., D]`.

@@ -32,8 +32,8 @@ from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import Experiment
 
 REQUEST, RESULT, PROGRAM = "request.json", "result.json", "program.txt"
-# libtpu writes its own text of the program to files of this folder. This text is read if jaxlib's
-# XLA is older than libtpu's and does not understand the program.
+# libtpu writes the text of the compiled program to files in this folder. They are read if the XLA
+# in jaxlib is older than the XLA in libtpu and does not understand the program.
 DUMP, DUMPED = "dump", "*.after_codegen.txt"
 # The stages of the worker. The result names the stage in which an error occurred, so that the
 # parent process can choose its message.

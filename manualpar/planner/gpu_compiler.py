@@ -88,9 +88,11 @@ def _explain(facts: Mapping[str, str], topology: Topology) -> str:
         )
     if "is not a valid bool value" in error:
         return f"the GPU compiler refuses an option ({error[:300]}); write True or False."
-    # An error of a partitioner, such as cuDNN's, begins with the traceback of its call.
-    traced = re.findall(r"^(?:\w+\.)*\w*Error: .*", facts["error"], re.MULTILINE)
-    return f"the GPU compiler failed for {topology.name}: {traced[-1] if traced else error[:500]}"
+    # An error in Python code that the compiler calls, such as cuDNN's partitioner, begins with a
+    # traceback, whose last line has the message.
+    raised = re.findall(r"^(?:\w+\.)*\w*Error: .*", facts["error"], re.MULTILINE)
+    message = raised[-1] if raised else error
+    return f"the GPU compiler failed for {topology.name}: {message[:500]}"
 
 
 GPU = Compiler("GPU", PACKAGES, ENVIRONMENT, _describe, _explain, _refuse, _diagnose)

@@ -1,8 +1,8 @@
 """Compiles a step with and without the options of `overlap="auto"` if memory is nearly full.
 
 The options let collectives run behind compute, which takes memory. If a step leaves no memory for
-that, XLA makes its collectives synchronous in spite of the options, and the options only cost time.
-Which is faster then, only compiling both tells.
+this, XLA makes its collectives synchronous in spite of the options, and the options only cost time.
+Only compiling both programs tells which of them is faster.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import ml_collections
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import Topology
 
-# The share of a device's memory from which the options are put to the test.
+# A step that fills this share of a device's memory is also compiled without the options.
 NEARLY_FULL = 0.95
 WITHOUT = "parallel.overlap=none"
 
@@ -34,8 +34,8 @@ def compile_both(
       vocab_size: The tokens of a language model's vocabulary; 0 for the vocabulary of its data.
 
     Returns:
-      The estimates, the one to choose first: the one that fits, or the faster one. The first one
-      has a note that says which it is and why.
+      The estimates, the better one first: the one that fits, or the faster one. Its notes begin
+      with the reason. There is a single estimate if the options change neither time nor memory.
 
     Raises:
       ValueError: See `compile_for`.
@@ -47,29 +47,23 @@ def compile_both(
     changed = ml_collections.ConfigDict(config.to_dict())
     changed.parallel.overlap = "none"
     other = compile_for(changed.lock(), topology, vocab_size=vocab_size)
+    if (other.peak_bytes, _seconds(other)) == (plan.peak_bytes, _seconds(plan)):
+        return [plan]
     other = dataclasses.replace(other, source=f"{other.source}, {WITHOUT}")
-    is_taken = other.fits and (not plan.fits or _seconds(other) < _seconds(plan))
-    if not is_taken:
-        note = (
-            f"{_state(plan, used)}, so the step was also compiled with --{WITHOUT}: "
-            f"{_outcome(other)}. The options of overlap='auto' stay."
-        )
-        return [_noted(plan, note), other]
+    problem = f"memory is {used:.0%} full" if plan.fits else "the step does not fit"
     note = (
-        f"{_state(plan, used)} with the options of overlap='auto', so the step was also compiled "
-        f"without them: {_outcome(other)} instead of {_outcome(plan)}. This plan is without them. "
-        f"A run leaves them out with --{WITHOUT}."
+        f"With the options of overlap='auto' {problem}, so the step was also compiled without "
+        f"them. With them: {_outcome(plan)}. Without them: {_outcome(other)}. "
     )
-    return [_noted(other, note), plan]
+    if other.fits and (not plan.fits or _seconds(other) < _seconds(plan)):
+        note += f"This plan is without them; a run leaves them out with --{WITHOUT}."
+        return [_noted(other, note), plan]
+    return [_noted(plan, f"{note}This plan is with them."), other]
 
 
 def _seconds(plan: StepEstimate) -> float:
     """Returns the longer of the two estimates of a step's time."""
     return max(plan.step_seconds or 0.0, plan.step_seconds_by_links or 0.0)
-
-
-def _state(plan: StepEstimate, used: float) -> str:
-    return f"Memory is {used:.0%} full" if plan.fits else "The step does not fit"
 
 
 def _outcome(plan: StepEstimate) -> str:

@@ -96,11 +96,11 @@ def choose_shard_dim(
     tiles (`TILE`) are preferred, because TPUs have to copy partial tiles before sending. The
     largest preferred dimension is chosen. If several have this size, the first is chosen, because
     its shards are contiguous. A simulation on CPUs has the layout of TPUs. With `prefers_first` the
-    first candidate is chosen. GPUs prefer this dimension, because XLA:GPU gathers and scatters only
-    the first dimension, and keeps a transposed copy of a stack of parameters that is sharded
-    otherwise. A parameter of fewer than `min_weight_size` elements is not worth a collective and
-    stays replicated. `excluded_dims` are not sharded, because each use of the parameter gets only
-    one slice along them (as in `nn.scan`).
+    first candidate is chosen. This is the rule on GPUs, because XLA:GPU gathers and scatters along
+    the first dimension only, and keeps a transposed copy of a stack of parameters that is sharded
+    along another one. A parameter of fewer than `min_weight_size` elements is not worth a
+    collective and stays replicated. `excluded_dims` are not sharded, because each use of the
+    parameter gets only one slice along them (as in `nn.scan`).
 
     Returns:
       The dimension, or `None` if no dimension is sharded, and the reason.

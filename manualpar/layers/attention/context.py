@@ -242,7 +242,7 @@ class Context(FieldGroup):
         return ring_attention(query, key, value, of_all, axis, scoring, by_kernel=by_kernel)
 
     def _sum_up_global(self, x: jax.Array) -> jax.Array:
-        """Sums along dim 1 of an array with full sequences, which its type may split."""
+        """Computes a cumulative sum along dim 1 of an array that its type may shard there."""
         spec = jax.typeof(x).sharding.spec
         if spec[1] is None:
             return jnp.cumsum(x, axis=1)
@@ -259,27 +259,28 @@ class Context(FieldGroup):
     ) -> jax.Array:
         """Attends on arrays with full sequences.
 
-        In modes `auto` and `explicit` XLA splits these sequences along the axis. No kind of
-        attention runs on split sequences there: cuDNN's kernel refuses them, and types would merge
-        the axis with that of the examples. So each device along the axis computes some of the
-        heads, or all heads if the axis does not divide the key heads.
+        In modes `auto` and `explicit` these sequences may be sharded along the axis, and no kind of
+        attention runs on sharded sequences: cuDNN's kernel refuses them, and in mode `explicit` the
+        axis would be merged with the examples' axes. So each device along the axis computes some of
+        the heads, or all heads if the axis does not divide the number of key heads.
         """
         mesh = jax.sharding.get_abstract_mesh()
         axis = self.axis
         if axis not in {*mesh.auto_axes, *mesh.explicit_axes} or mesh.shape[axis] == 1:
             return attend(query, key, value, documents)
-        examples: Any = PartitionSpec.UNCONSTRAINED
-        before = PartitionSpec(examples, axis, examples, examples)
+        free: Any = PartitionSpec.UNCONSTRAINED
         constrain: Any = jax.lax.with_sharding_constraint
+        by_positions = PartitionSpec(free, axis, free, free)
         if axis in mesh.explicit_axes:
-            before = jax.typeof(query).sharding.spec
-            constrain, examples = jax.sharding.reshard, before[0]
+            constrain = jax.sharding.reshard
+            by_positions = jax.typeof(query).sharding.spec
+        examples = by_positions[0]
         heads = None if key.shape[2] % mesh.shape[axis] else axis
         by_heads = PartitionSpec(examples, None, heads, None)
         query, key, value = (constrain(x, by_heads) for x in (query, key, value))
         if documents is not None:
             documents = constrain(documents, PartitionSpec(examples, None))
-        return constrain(attend(query, key, value, documents), before)
+        return constrain(attend(query, key, value, documents), by_positions)
 
     def _exchange_heads(
         self,
