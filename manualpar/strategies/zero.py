@@ -34,7 +34,9 @@ def zero(
     See `manualpar.core.program.program.build_program` for the other arguments, result and errors.
     With `stage=1` gradients are scattered once a step, so a device accumulates the gradients of all
     parameters. With `stage=2` gradients are scattered in each minibatch, so a device accumulates
-    only its shard of the gradients.
+    only its shard of the gradients. The gradients of layers in an `nn.scan` are then scattered
+    within the loop, so that a device holds the complete gradients of one layer at a time. With one
+    minibatch, `stage=1` does the same, unless there is a pipeline or error feedback.
 
     Communication:
       A reduce-scatter of the gradients (at stage 2 in each of `m` minibatches), and one all-gather
@@ -43,13 +45,15 @@ def zero(
       parameter's state is not sharded, the parameter's gradient costs one all-reduce.
     """
     check_choice("zero", "stage", stage, (1, 2))
+    several = {"num_minibatches": 1, "pipeline": None, "error_feedback": False}
+    is_once = stage == 1 and any(options.get(name, x) != x for name, x in several.items())
 
     def strategy(**placing: Any) -> Strategy:
         return Strategy(
             f"zero{stage}",
             functools.partial(shard_state_only, **placing),
             lambda m, keep: CommCounts(uses=m, scatters=m if stage == 2 else 1, new_gathers=1),
-            reduce_every="step" if stage == 1 else "minibatch",
+            reduce_every="step" if is_once else "minibatch",
         )
 
     return build_sharded("zero", strategy, model, tx, loss_fn, options, STATE_SHARDING)

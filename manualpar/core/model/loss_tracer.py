@@ -110,13 +110,19 @@ class LossTracer:
         return found[0]
 
     def loop_dims(
-        self, strategy: str, is_gathered: Callable[[ParameterInfo], bool], *, gathers_in_loss: bool
+        self,
+        strategy: str,
+        is_gathered: Callable[[ParameterInfo], bool],
+        is_scattered: Callable[[ParameterInfo], bool],
+        *,
+        gathers_in_loss: bool,
     ) -> dict[str, frozenset[int]]:
         """Finds the dims that loops run over, by path, for each parameter that may be sharded.
 
         Args:
           strategy: The strategy's name, for messages.
           is_gathered: Returns whether a parameter without an annotation may be in a box.
+          is_scattered: As in `trace_model`.
           gathers_in_loss: As in `find_loop_dims`.
         """
         boxed = jax.tree.map(
@@ -125,10 +131,16 @@ class LossTracer:
             self.infos,
             is_leaf=is_box,
         )
-        if not any(jax.tree.leaves(boxed)):
+        optional = jax.tree.map(is_scattered, self.infos)
+        if not any(jax.tree.leaves((boxed, optional))):
             return {}
         return find_loop_dims(
-            strategy, self.trace_loss, self.params, boxed, gathers_in_loss=gathers_in_loss
+            strategy,
+            self.trace_loss,
+            self.params,
+            boxed,
+            optional,
+            gathers_in_loss=gathers_in_loss,
         )
 
     def trace_loss(

@@ -10,6 +10,7 @@ would be wrong: a gather's handwritten gradient is the gradient of a mean over d
 """
 
 import linecache
+import operator
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,7 +33,13 @@ TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
 
 
 def find_loop_dims(
-    strategy: str, trace_loss: TraceLoss, params: Any, boxed: Any, *, gathers_in_loss: bool
+    strategy: str,
+    trace_loss: TraceLoss,
+    params: Any,
+    boxed: Any,
+    optional: Any,
+    *,
+    gathers_in_loss: bool,
 ) -> dict[str, frozenset[int]]:
     """Finds the dims of parameters that `nn.scan` and `nn.vmap` run over, by path.
 
@@ -41,6 +48,8 @@ def find_loop_dims(
       trace_loss: Traces the loss.
       params: The tree of abstract parameters.
       boxed: The same tree with a true leaf for each parameter to probe.
+      optional: The same tree with a true leaf for each further parameter to probe. If the loss
+        reads one of these in a way that is refused, none of them is probed.
       gathers_in_loss: Whether this package gathers parameters where the loss reads them. If so,
         the loss may not differentiate parameters.
 
@@ -74,6 +83,11 @@ def find_loop_dims(
             return error
         return None
 
+    everything = jax.tree.map(operator.or_, boxed, optional)
+    if any(jax.tree.leaves(optional)):
+        if failure(everything) is None:
+            return _frozen(loop_dims)
+        loop_dims.clear()
     error = failure(boxed)
     if error is not None:
         trace_loss(params, lambda params: params)  # Raises the loss's own error, if any.
@@ -88,6 +102,10 @@ def find_loop_dims(
             f"replicate={read!r} with fsdp, hsdp or zero, or use data_parallel without annotations "
             "and without pipeline=."
         ) from error
+    return _frozen(loop_dims)
+
+
+def _frozen(loop_dims: dict[str, set[int]]) -> dict[str, frozenset[int]]:
     return {path: frozenset(dims) for path, dims in loop_dims.items()}
 
 

@@ -73,7 +73,8 @@ class Strategy(Summarized):
       gather_every: How often a sharded parameter is gathered: at each use in each minibatch, or
         once a step.
       reduce_every: How often the gradient of a parameter is scattered, if the parameter is
-        replicated during the step.
+        replicated during the step. With `"minibatch"` the gradients of layers in a loop are
+        scattered in the loop, if the loss allows this, see `replicated_parameter`.
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
         gathered again for the backward pass.
       regather_axes: The mesh axes over which parameters are gathered again; `None` for all axes.
@@ -91,6 +92,11 @@ class Strategy(Summarized):
     reshard_after_forward: bool = False
     regather_axes: tuple[str, ...] | None = None
     averages_in_backward: bool = False
+
+    @property
+    def scatters_in_backward(self) -> bool:
+        """Whether the backward pass may scatter the gradients of replicated parameters."""
+        return self.gather_every == self.reduce_every == "minibatch"
 
     def _summary(self) -> tuple[str, dict[str, str]]:
         again = ""

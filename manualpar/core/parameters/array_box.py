@@ -13,7 +13,7 @@ box gets the stored array, not the parameter. `core.model.probe` refuses models 
 
 import functools
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -55,8 +55,8 @@ class ArrayBox(nn.Partitioned, eq=False):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(jax.eval_shape(self.unbox) if name in OF_SHAPE else self.unbox(), name)
 
-    def of_one_array(self) -> Self:
-        """Returns a box without arrays other than `value`, for code that keeps only `value`."""
+    def of_one_array(self) -> Any:
+        """Returns an array, or a box whose only array is `value`, for code that keeps only that."""
         return self
 
     def __len__(self) -> int:

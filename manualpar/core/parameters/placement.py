@@ -81,6 +81,7 @@ class Route(Placement):
       split_axes: The mesh axes over which the model computes with shards of the parameter.
       shared_names: As in `ParameterInfo`.
       trainable: As in `ParameterInfo`. A frozen parameter has neither gradient nor state.
+      in_loop: Whether a loop of the model runs over a dimension of the parameter.
     """
 
     mean_axes: tuple[str, ...] = ()
@@ -90,6 +91,7 @@ class Route(Placement):
     split_axes: frozenset[str] = frozenset()
     shared_names: Names = ()
     trainable: bool = True
+    in_loop: bool = False
 
 
 def with_shardings(tree: Any, shardings: Any) -> Any:
@@ -130,6 +132,7 @@ def route_parameter(
         ),
         split_axes=split,
         shared_names=parameter.shared_names,
+        in_loop=bool(parameter.loop_dims),
     )
 
 

@@ -42,8 +42,9 @@ from manualpar.core.parameters.placement import (
     state_specs,
     strip_boxes,
 )
-from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
-from manualpar.core.parameters.trainable import combine, partition, trained
+from manualpar.core.parameters.replicated_parameter import ReplicatedParameter, zeros_of_shard
+from manualpar.core.parameters.sharded_parameter import ShardedParameter, boxed_axes, is_box
+from manualpar.core.parameters.trainable import combine, is_masked, partition, trained
 from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.metrics import Metrics, StepSums, mean
@@ -189,16 +190,17 @@ class Step(Summarized):
         grad_boxes = self._map_trained(functools.partial(mode.box, as_state=True), params)
         boxes, frozen = partition(self.placements, boxes)
         boxes, grad_boxes = self.rounding.with_keys(rng, boxes, grad_boxes)
+        boxes, others = self._divide_replicated(boxes, grad_boxes, frozen)
         # Differentiate the loss of each minibatch, and add up the gradients.
         grads, sums, new_collections = accumulate(
             self._loss_that_regathers(),
-            (boxes, frozen),
+            (boxes, others),
             collections,
             mode.split(mode.to_zigzag(batch, self.roles), self.num_minibatches, self.roles),
             mode.fold(rng),
             schedule=self.pipeline or self.schedule,
             reduce=functools.partial(self._scatter_each_minibatch, grad_boxes),
-            join=lambda pair: self._map(_unbox_kept, combine(pair)),
+            join=lambda pair: self._map(_join, *pair),
             outer_axes=mode.outer_axes,
         )
         # Reduce over devices.
@@ -215,6 +217,31 @@ class Step(Summarized):
         if self.strategy.gather_every != "step":
             return boxes
         return self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
+
+    def _divide_replicated(
+        self, boxes: Params, grad_boxes: Params, frozen: Params
+    ) -> tuple[Params, Params]:
+        """Divides a replicated parameter if its gradient is scattered where it is used.
+
+        The first tree then has zeros in the shape of the gradient's shard, which are
+        differentiated, and the second tree has the parameter.
+        """
+        if not self.mode.writes_collectives or self.pipeline is not None:
+            return boxes, frozen
+
+        def is_divided(place: Route, box: Any, grad_box: Any) -> bool:
+            is_scattered = self.strategy.scatters_in_backward and place.in_loop
+            return is_scattered and boxed_axes(box) != boxed_axes(grad_box)
+
+        def zeros(yes: bool, box: Any, grad_box: Any) -> Any:
+            return zeros_of_shard(grad_box) if yes else box
+
+        def whole(yes: bool, box: Any, other: Any) -> Any:
+            return box if yes else other
+
+        divided = self._map(is_divided, boxes, grad_boxes)
+        first = jax.tree.map(zeros, divided, boxes, grad_boxes)
+        return first, jax.tree.map(whole, divided, boxes, frozen)
 
     def _loss_that_regathers(self) -> CarryingLossFn:
         """Returns the model's loss; if needed, its backward pass gathers parameters again."""
@@ -317,6 +344,15 @@ class Step(Summarized):
 
     def _map_trained(self, function: Callable[..., Any], *trees: Any) -> Any:
         return map_in_scopes(function, trained(self.placements), *trees)
+
+
+def _join(place: Route, x: Any, other: Any) -> Any:
+    """Joins what `_divide_replicated` and `partition` divided, and gathers it if it is kept."""
+    if is_masked(x):
+        x = other
+    elif not is_masked(other):
+        x = ReplicatedParameter.of_gradient(x, other)
+    return _unbox_kept(place, x)
 
 
 def _unbox_kept(place: Route, x: Any) -> Any:

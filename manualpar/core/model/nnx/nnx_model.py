@@ -207,10 +207,11 @@ class NNXModel(ModelInterface):
         if not isinstance(leaf, nnx.Variable):
             return value
         if isinstance(value, nn.Partitioned):
+            value = value.of_one_array() if isinstance(value, ArrayBox) else value
+        if isinstance(value, nn.Partitioned):
             key = path_text(path)
             dims = None if self.loop_dims is None else self.loop_dims.get(key, frozenset())
-            box = value.of_one_array() if isinstance(value, ArrayBox) else value
-            return gathering_variable(leaf, box, path=key, loop_dims=dims)
+            return gathering_variable(leaf, value, path=key, loop_dims=dims)
         return type(leaf).from_metadata(value, leaf.get_metadata())
 
     def _kept(self, module: nnx.Module, made: frozenset[str] | None) -> list[tuple[Path, Any]]:

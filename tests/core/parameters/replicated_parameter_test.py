@@ -1,0 +1,150 @@
+"""ZeRO scatters the gradients of a loop's layers within the loop, where the loss allows it."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, assert_same_as_one_device, make_mesh, zero
+from manualpar.core.tracing.jaxprs import inner_jaxprs
+from manualpar.models import Split, Transformer
+from manualpar.models.cross_entropy import language_model_loss
+from tests.core.model.nnx.stacks import BATCHES, Stack
+from tests.tiny import loss_fn, square_loss
+
+LAYERS, SIZE = 4, 32
+TOKENS = np.random.default_rng(0).integers(0, 64, (16, 16), dtype=np.int32)
+MODEL = Transformer(
+    vocab_size=64, num_layers=LAYERS, hidden_size=SIZE, mlp_size=64, num_heads=4, scan_layers=True
+)
+# Of 3 * 8 + 1 features, no number of devices divides a dim, so states are padded.
+UNEVEN = MODEL.clone(mlp_size=25, hidden_size=20, num_heads=2)
+
+
+class Tower(nn.Module):
+    """Layers in a scan, of which a loss may read the parameters."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        layer = nn.scan(
+            lambda module, x, _: (x + jnp.tanh(module(x)), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+        )
+        return layer(nn.Dense(SIZE, name="layers"), x, None)[0]
+
+
+def penalized(read):
+    """A loss with a penalty on parameters, which `read` makes arrays of."""
+
+    def loss(params, apply_fn, batch, rng):
+        loss, metrics = square_loss(params, apply_fn, batch, rng)
+        penalty = sum(jnp.square(x).mean() for x in jax.tree.leaves(read(params)))
+        return loss + penalty, metrics
+
+    return loss
+
+
+def build(model, axes, loss=language_model_loss, **options):
+    batch = Batch(inputs=TOKENS, labels=TOKENS)
+    if not isinstance(model, Transformer):
+        x = np.random.default_rng(1).normal(size=(16, SIZE)).astype(np.float32)
+        batch = Batch(inputs=x, labels=np.roll(x, 1))
+    options = {"min_weight_size": 0, "mesh": make_mesh(axes), **options}
+    return zero(model, optax.sgd(0.1), loss, batch=batch, **options), batch
+
+
+def scatters(jaxpr, in_loop=False):
+    """Yields for each reduce-scatter whether it is in a loop."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reduce_scatter":
+            yield in_loop
+        for _, inner in inner_jaxprs(eqn):
+            yield from scatters(inner, in_loop or eqn.primitive.name == "scan")
+
+
+def traced_scatters(program, batch):
+    state = program.abstract_state
+    return list(scatters(program.train_step.trace(state, batch).jaxpr.jaxpr))
+
+
+CASES = {
+    "stage 1": (MODEL, {"data": 8}, {"stage": 1}),
+    "two minibatches": (MODEL, {"data": 8}, {"stage": 2, "num_minibatches": 2}),
+    "scanned minibatches": (
+        MODEL,
+        {"data": 8},
+        {"stage": 2, "num_minibatches": 2, "use_scan": True},
+    ),
+    "remat": (MODEL.clone(remat="full"), {"data": 8}, {"stage": 2}),
+    "split layers": (MODEL.clone(split=Split("model")), {"data": 4, "model": 2}, {"stage": 2}),
+    "padded": (UNEVEN, {"data": 8}, {"stage": 2, "pad": True}),
+    "two axes": (MODEL, {"a": 2, "b": 4}, {"axis_name": ("a", "b"), "axis_by_axis": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_scattered_in_a_loop_are_those_of_one_device(case):
+    model, axes, options = CASES[case]
+    program, batch = build(model, axes, **options)
+    assert any(traced_scatters(program, batch))
+    assert_same_as_one_device(program, batch, jax.random.key(0))
+
+
+def test_each_gradient_is_scattered_once():
+    for options in ({"stage": 1}, {"stage": 2}):
+        program, batch = build(MODEL, {"data": 8}, **options)
+        placed = [place for _, place in program.parameters if place.state_names is not None]
+        in_loop = [place for place in placed if place.in_loop]
+        found = traced_scatters(program, batch)
+        assert len(found) == len(placed)
+        assert sum(found) == len(in_loop) > 0
+
+
+def test_several_minibatches_of_stage_1_are_scattered_once_after_all():
+    program, batch = build(MODEL, {"data": 8}, stage=1, num_minibatches=2)
+    assert not any(traced_scatters(program, batch))
+
+
+@pytest.mark.slow
+def test_a_device_never_holds_the_gradients_of_all_layers():
+    deep = MODEL.clone(num_layers=16, vocab_size=16, remat="full")
+    sizes = {}
+    for name, options in {"in": {"stage": 2}, "after": {"stage": 1, "num_minibatches": 2}}.items():
+        program, batch = build(deep, {"data": 8}, **options)
+        compiled = program.train_step.lower(program.abstract_state, batch).compile()
+        sizes[name] = compiled.memory_analysis().temp_size_in_bytes
+    layers = 16 * 4 * (4 * SIZE * SIZE + 3 * 64 * SIZE)
+    assert sizes["after"] - sizes["in"] > layers / 2
+
+
+@pytest.mark.parametrize("read", [lambda params: params, nn.unbox], ids=["leaves", "unboxed"])
+def test_a_loss_may_read_the_parameters(read):
+    program, batch = build(Tower(), {"data": 8}, penalized(read), stage=2)
+    # Leaves of boxes are no parameters, so gradients are scattered after the loop.
+    assert any(traced_scatters(program, batch)) == (read is nn.unbox)
+    assert_same_as_one_device(program, batch, jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["nnx.scan", "jax.lax.scan"])
+def test_nnx_models_scatter_after_the_loop(devices8, loop):
+    program = zero(
+        functools.partial(Stack, loop=loop),
+        optax.sgd(0.1),
+        loss_fn,
+        stage=2,
+        mesh=make_mesh({"data": 8}, devices8),
+        batch=BATCHES[0],
+        min_weight_size=16,
+    )
+    found = traced_scatters(program, BATCHES[0])
+    assert found
+    assert not any(found)
+    assert_same_as_one_device(program, BATCHES[0], jax.random.key(0))
