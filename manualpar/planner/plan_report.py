@@ -32,6 +32,13 @@ SHOWN = 12  # Rows of each part of a search.
 CURVE_FIELDS = ("topology", "step_seconds", "compute_seconds", "exposed_seconds", "fits", "mfu")
 
 
+def _describe_hidden(line: PlannedCollective) -> str:
+    """Returns the share of a line that is hidden, or that XLA runs it synchronously."""
+    if line.is_async is False:
+        return "synchronous"
+    return describe_share(line.hidden_seconds or 0, line.seconds or 0)
+
+
 _optional = functools.partial(Column, is_optional=True)
 # The columns of the table of a search's candidates that fit.
 FITTING: Sequence[Column[Any]] = (
@@ -52,7 +59,7 @@ COLLECTIVES: Sequence[Column[PlannedCollective]] = (
     Column("times", "times", describe_count),
     Column("bytes", "bytes_sent", describe_bytes),
     Column("takes", "seconds", describe_seconds),
-    Column("hidden", lambda x: describe_share(x.hidden_seconds or 0, x.seconds or 0), str),
+    Column("hidden", _describe_hidden, str),
 )
 
 
