@@ -9,14 +9,15 @@ python -m benchmarks.causal_lm_types --families   # Only the types that we read.
 For each type transformers makes a small model with random parameters and saves it. The verdict is
 `exact` if our logits differ by at most `TOLERANCE`, and the exported files have the same bits;
 `refused` if the config is refused, with the reason; `not made` if transformers cannot make such a
-small model; and `wrong` in any other case. Each type has a process of its own and a limit of time,
-so that no type takes the others down. The command exits with 1 if a type is wrong.
+small model, or not in time; and `wrong` in any other case. Each type has a process of its own and a
+limit of time, so that no type takes the others down. The command exits with 1 if a type is wrong.
 """
 
 import argparse
 import importlib
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
 import tempfile
 import warnings
@@ -88,12 +89,12 @@ def _options(default: Any) -> dict[str, Any]:
     return options
 
 
-def make_checkpoint(name: str, directory: Path) -> np.ndarray:
-    """Saves a small random model of a type; returns its logits of `tokens`."""
+def make_checkpoint(config: Any, directory: Path) -> np.ndarray:
+    """Saves a small random model of a config; returns its logits of `tokens`."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     torch.manual_seed(0)
     make = transformers.AutoModelForCausalLM.from_config
-    model = make(small_config(name), attn_implementation="eager", dtype=torch.float32).eval()
+    model = make(config, attn_implementation="eager", dtype=torch.float32).eval()
     for path, x in model.named_parameters():
         noise = torch.randn_like(x)
         fan = x.shape[-1] ** -0.5 if x.ndim > 1 else 0.3
@@ -113,11 +114,34 @@ def judge(name: str) -> Verdict:
     """Makes, reads, runs and writes a small checkpoint of a type."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary, "made")
+        directory.mkdir()
+        named = {"model_type": name, "text_config": {}}
+        (directory / "config.json").write_text(json.dumps(named))
+        if "model_type is" in (reason := refusal(directory)):
+            return Verdict("refused", reason.partition("; these models have ")[2] or "no family")
         try:
-            expected = make_checkpoint(name, directory)
+            config = small_config(name)
+            config.save_pretrained(directory)
         except Exception as error:  # Of any library's code.
             return Verdict("not made", f"{type(error).__name__}: {error}")
+        if reason := refusal(directory):
+            return Verdict("refused", reason)
+        try:
+            expected = make_checkpoint(config, directory)
+        except Exception as error:
+            return Verdict("not made", f"{type(error).__name__}: {error}")
         return judge_checkpoint(directory, expected, Path(temporary, "written"))
+
+
+def refusal(directory: Path) -> str:
+    """Returns why the config in a directory is refused; "" if it is read."""
+    from manualpar.models.pretrained import read_architecture
+
+    try:
+        read_architecture(directory)
+    except ValueError as error:
+        return str(error).replace(str(directory), "").lstrip("/")
+    return ""
 
 
 def judge_checkpoint(directory: Path, expected: np.ndarray, written: Path) -> Verdict:
@@ -130,11 +154,8 @@ def judge_checkpoint(directory: Path, expected: np.ndarray, written: Path) -> Ve
     from manualpar.models.cross_entropy import language_model_loss
     from manualpar.models.pretrained import export_hf, load_hf, read_architecture
 
-    try:
-        model = Transformer(**read_architecture(directory).fields)
-    except ValueError as error:
-        return Verdict("refused", str(error).replace(str(directory), "").lstrip("/"))
-    inputs = tokens()
+    jax.config.update("jax_disable_most_optimizations", True)
+    model, inputs = Transformer(**read_architecture(directory).fields), tokens()
     program = fsdp(
         model,
         optax.sgd(1.0),
@@ -182,17 +203,37 @@ def _of_text_model(name: str) -> str:
 
 def judge_apart(name: str, seconds: float = SECONDS) -> Verdict:
     """Judges a type in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.causal_lm_types", "--one", name]
+    # The libraries are imported once, in the process that all others are forks of.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["transformers.modeling_utils", "manualpar.models.pretrained"])
+    ours, theirs = processes.Pipe(duplex=False)
+    process = processes.Process(target=_send_verdict, args=(name, theirs))
+    process.start()
+    theirs.close()
     try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Verdict("not made", f"no result in {seconds} s")
-    lines = [line for line in ended.stdout.splitlines() if line.startswith('["')]
-    if lines:
-        return Verdict(*json.loads(lines[-1]))
-    return Verdict("wrong", ended.stderr.strip().rpartition("\n")[2][:300])
+        if not ours.poll(seconds):
+            return Verdict("not made", f"no result in {seconds} s")
+        verdict: Verdict = ours.recv()
+        return verdict
+    except EOFError:
+        process.join()
+        return Verdict("wrong", f"its process ended with {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_verdict(name: str, pipe: Any) -> None:
+    # Libraries print and warn.
+    with warnings.catch_warnings(), Path(os.devnull).open("w") as nothing:
+        warnings.simplefilter("ignore")
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+        try:
+            verdict = judge(name)
+        except Exception as error:
+            verdict = Verdict("wrong", f"{type(error).__name__}: {error}")
+        pipe.send(verdict)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -200,14 +241,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Reads every causal LM type of transformers.")
     parser.add_argument("types", nargs="*", help="types of models; all if none is given")
     parser.add_argument("--families", action="store_true", help="only the types that we read")
-    parser.add_argument("--one", default="", help="judge this type in this process")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the limit for a type")
     given = parser.parse_args(arguments)
-    if given.one:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            print(json.dumps(judge(given.one)))
-        return 0
     names = given.types or causal_lm_types()
     if given.families:
         names = [name for name in names if name in FAMILIES or name in WRAPPERS]

@@ -33,8 +33,8 @@ from manualpar.layers.attention.key_value_cache import (
     keep_prompts,
 )
 from manualpar.models.layer_config import LayerConfig
-from manualpar.models.rotary import rotate
-from manualpar.models.transformer_layer import DimNames, make_product, marked, split_dims
+from manualpar.models.layer_parts import DimNames, make_product, marked, split_dims
+from manualpar.models.rotary import rotate, scaled
 
 EPSILON = 1e-6  # The norms of latents add it in all models, whatever the other norms add.
 
@@ -95,7 +95,7 @@ class LatentAttention(nn.Module):
             of_keys, of_values = jnp.split(expand_RNH, [H - P], axis=-1)
             still, turned = jnp.split(query_BSNH, [H - P], axis=-1)
             absorbed = jnp.einsum("bsnh,rnh->bsnr", still, of_keys)
-            query_BSNL = _scaled(jnp.concatenate([absorbed, turned], -1), scale * (R + P) ** 0.5)
+            query_BSNL = scaled(jnp.concatenate([absorbed, turned], -1), scale * (R + P) ** 0.5)
             kept: Any = self.get_variable(CACHE, LATENT)
             pair, values = (kept, kept[..., :R]), latent_BS1L[..., :R]
             mixed = attend_to_kept(query_BSNL, latent_BS1L, values, pair, rows, scoring)
@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
             # Attention needs keys and values of one size. Zeros change no score, and no sum.
             size = max(H, V)
             mixed_BSNV = config.context.attention(
-                _padded(_scaled(query_BSNH, scale * size**0.5), size),
+                _padded(scaled(query_BSNH, scale * size**0.5), size),
                 _padded(key_BSNH, size),
                 _padded(value_BSNV, size),
                 document_BS,
@@ -166,10 +166,6 @@ def _latent_norm(name: str, config: LayerConfig) -> nn.Module:
     init = marked(nn.initializers.ones, (None,), annotate=config.annotate)
     norm: nn.Module = nn.RMSNorm(EPSILON, dtype=config.dtype, scale_init=init, name=name)
     return norm
-
-
-def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _padded(x: jax.Array, size: int) -> jax.Array:

@@ -159,7 +159,8 @@ class Rotary(FieldGroup):
       features: The number of features at the beginning of each head that are rotated, an even
         number; 0 for all.
       learned: The length of a table of learned positions, which are added to the embedding in place
-        of rotations; 0 for rotations.
+        of rotations; 0 for rotations. Positions count from the beginning of the sequence, also in
+        later documents of the sequence.
       interleaved: Whether features `2 i` and `2 i + 1` are a pair, and not `i` and `i + H/2`.
       scaling: Slows rotations down. With layers of two kinds only the layers that see all positions
         are scaled, unless `scales_local` is set.

@@ -47,6 +47,7 @@ from manualpar.models.layer_config import (
     Scales,
     Split,
 )
+from manualpar.models.layer_parts import marked, split_dims
 from manualpar.models.layer_stack import REMAT_POLICIES, Angles, run_layers
 from manualpar.models.rotary import Rotary, rotary_angles
 from manualpar.models.transformer_fields import (
@@ -56,7 +57,7 @@ from manualpar.models.transformer_fields import (
     size_of_vocabulary,
     tokens_and_documents,
 )
-from manualpar.models.transformer_layer import marked, normalize, split_dims
+from manualpar.models.transformer_layer import normalize
 
 # The dtypes that a config may have.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -234,7 +235,7 @@ class Transformer(nn.Module):
             if documents is None and self.bos_token >= 0:
                 document_BS = config.context.cumsum(tokens == self.bos_token)
         if self.rotary.learned:
-            x_BSD = x_BSD + self._learned_positions(positions, x_BSD)
+            x_BSD = x_BSD + self._learned_positions(positions, x_BSD, rows)
         angles = self._angles(positions, self._length(tokens, rows))
         x_BSD = run_layers(self, config, x_BSD, angles, document_BS, rows)
         if isinstance(rows, Prompts):
@@ -255,9 +256,19 @@ class Transformer(nn.Module):
             of_head |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         return head_cross_entropy(x_BSD, head_DV, labels, **of_head)
 
-    def _learned_positions(self, positions: jax.Array, x_BSD: jax.Array) -> jax.Array:
-        """Returns the learned rows of the positions, for this device's part of the stream."""
-        length = self.rotary.learned
+    def _learned_positions(
+        self, positions: jax.Array, x_BSD: jax.Array, of_rows: Prompts | Past | None
+    ) -> jax.Array:
+        """Returns the learned rows of the positions, for this device's part of the stream.
+
+        After the table there are zeros in the padding of prompts, and NaN for a new token.
+        """
+        length, number = self.rotary.learned, positions.size * self.context.size
+        if of_rows is None and number > length:
+            raise ValueError(
+                f"Transformer: tokens have {number} positions, expected at most "
+                f"rotary.learned={length}, the length of the table of positions."
+            )
         init = marked(nn.initializers.normal(0.02), (None, "embed"), annotate=self.annotate)
         table_PD = self.param("positions", init, (length, self.hidden_size), jnp.float32)
         axes = bound_axes("Transformer", self.split.axis)
@@ -265,7 +276,8 @@ class Transformer(nn.Module):
         if self.split.sequence_parallel and axes and positions.ndim == 1:
             start = jax.lax.axis_index(axes) * size
             positions = jax.lax.dynamic_slice_in_dim(positions, start, size)
-        rows = jnp.take(table_PD, positions, axis=0, mode="fill", fill_value=jnp.nan)
+        after = 0.0 if isinstance(of_rows, Prompts) else jnp.nan
+        rows = jnp.take(table_PD, positions, axis=0, mode="fill", fill_value=after)
         rows = rows if rows.ndim == 3 else rows[None]
         return rows.astype(x_BSD.dtype)
 

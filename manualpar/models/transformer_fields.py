@@ -4,7 +4,7 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `H` 
 `V` rows of the embedding, `L` layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -150,10 +150,19 @@ def _check_groups(model: "Transformer") -> None:
         refuse(model, "activation", "'silu' with experts, because experts support no other")
     if experts.num_experts and model.mlp != Mlp():
         refuse(model, "mlp", "Mlp() with experts, which support no other")
+    if (experts.num_experts or latent.rank) and not model.norm.pre:
+        refuse_in("norm", "pre", "True with experts or attention.latent")
+    if latent.rank and model.norm.shared:
+        refuse_in("norm", "shared", "False with attention.latent")
     if model.norm.shared and not model.mlp.parallel:
         refuse_in("norm", "shared", "False without mlp.parallel")
     if model.rotary.learned and (attention.unrotated_global or model.rotary.features):
         refuse_in("rotary", "learned", "0 with rotary.features or attention.unrotated_global")
+    if latent.rank and (model.rotary.learned or model.rotary.features):
+        field = "learned" if model.rotary.learned else "features"
+        refuse_in("rotary", field, "0 with attention.latent, whose rotary_size is rotated")
+    if latent.rank and attention.unrotated_global:
+        refuse_in("attention", "unrotated_global", "False with attention.latent")
     if model.rotary.local_base and attention.unrotated_global:
         refuse_in("rotary", "local_base", "0 with attention.unrotated_global")
     if attention.wide_query_key_norm and (model.norm.kind == "layer" or model.norm.offset):
@@ -198,6 +207,34 @@ def _check_groups(model: "Transformer") -> None:
         refuse_in("experts", "dense_layers", expected)
     if experts.num_experts and not layers_with_experts(model):
         refuse_in("experts", "every", f"up to num_layers={model.num_layers}")
+
+
+def check_lengths(model: "Transformer", prompts: Iterable[int], max_tokens: int) -> None:
+    """Refuses answers of `max_tokens` tokens whose positions the model cannot represent.
+
+    Args:
+      model: The model.
+      prompts: The number of tokens of each prompt.
+      max_tokens: The most tokens of an answer.
+
+    Raises:
+      ValueError: An answer is longer than the table of learned positions. Or the kind of scaling is
+        `"longrope"`, and an answer crosses the original length: the keys that are kept have been
+        rotated by the factors of short sequences.
+    """
+    rotary, scaling = model.rotary, model.rotary.scaling
+    for index, length in enumerate(prompts):
+        longest = length + max_tokens - 1  # The last token of an answer is no input.
+        if rotary.learned and longest > rotary.learned:
+            most = f"rotary.learned={rotary.learned}, the length of the table of positions"
+        elif scaling.kind == "longrope" and length <= scaling.original_length < longest:
+            most = f"rotary.scaling.original_length={scaling.original_length} (or a longer prompt)"
+        else:
+            continue
+        raise ValueError(
+            f"generate: prompt {index} has {length} tokens and max_tokens is {max_tokens}, "
+            f"expected at most {most}, of both together."
+        )
 
 
 def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from manualpar.layers import MoE, SplitDense, enter, split
+from manualpar.layers import MoE, enter, split
 from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
@@ -33,13 +33,10 @@ from manualpar.layers.attention.key_value_cache import (
 from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.layers.ring_chunks import Chunks
 from manualpar.layers.wide_norm import mean_square_of_heads
+from manualpar.models.latent_attention import LatentAttention
 from manualpar.models.layer_config import ACTIVATIONS, LayerConfig
+from manualpar.models.layer_parts import DimNames, make_product, marked, split_dims
 from manualpar.models.rotary import rotate, scaled
-
-# The logical names of the dims that are split over the axis.
-SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
-
-DimNames = tuple[str | None, ...]
 
 
 class Layer(nn.Module):
@@ -71,8 +68,6 @@ class Layer(nn.Module):
             return x_BSD + drop(y_BSD)
 
         if config.attention.latent.rank:
-            from manualpar.models.latent_attention import LatentAttention  # It imports this module.
-
             attention: Any = LatentAttention(config, name="attention")
             into_BSD: Any = normalize(x_BSD, "attention_norm", config)
         else:
@@ -266,16 +261,6 @@ def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
     return y_BSD
 
 
-def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
-    """Adds the names of a parameter's dims to its initializer if `annotate` is set."""
-    return nn.with_logical_partitioning(init, dim_names) if annotate else init
-
-
-def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
-    """Returns `axis` for each dim name that layers split, and `None` for all other dims."""
-    return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
-
-
 def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
     """Makes a norm called `name` over the last dim, whose logical name is `dim_name`."""
     initial = nn.initializers.zeros if config.norm.offset else nn.initializers.ones
@@ -316,35 +301,4 @@ def _experts(config: LayerConfig) -> MoE:
         down_scale=config.added_scale,
         context_axis=config.context.axis,
         name="experts",
-    )
-
-
-def make_product(
-    config: LayerConfig,
-    shape: tuple[int, ...],
-    dim_names: DimNames,
-    *,
-    contracted: int = 1,
-    scale: float = 1.0,
-    use_bias: bool = False,
-    name: str,
-) -> SplitDense:
-    """Makes a `SplitDense` layer; the variance of its initial weights is `scale**2 / inputs`."""
-    dims, names = range(len(shape)), split_dims(dim_names, config.split.axis)
-    is_row = any(names[:contracted])
-    init = nn.initializers.variance_scaling(
-        scale**2, "fan_in", "normal", dims[:contracted], dims[contracted:]
-    )
-    return SplitDense(
-        shape,
-        names,
-        contracted,
-        use_bias=use_bias,
-        kernel_init=marked(init, dim_names, annotate=config.annotate),
-        bias_init=marked(nn.initializers.zeros, dim_names[contracted:], annotate=config.annotate),
-        dtype=config.dtype,
-        sequence_dim=config.split.sequence_dim if is_row else None,
-        overlap=config.split.overlap if is_row else "none",
-        shared="kv_heads" in dim_names,
-        name=name,
     )

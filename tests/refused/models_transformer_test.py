@@ -14,6 +14,7 @@ from manualpar.models.flat_fields import with_fields
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.topology import parse_topology
 from tests.models import split_layers
+from tests.models.transformer_families import LATENT
 from tests.refused.sentences import cases
 from tests.refused.table import check_refused, rows
 
@@ -27,6 +28,7 @@ TWO_KINDS = with_fields(
 TWO_KINDS = with_fields(TWO_KINDS, rope_scaling="linear", rope_factor=4.0)
 EXPERTS = with_fields(SMALL, mlp_size=8, num_experts=8, capacity_factor=0.0)
 QWEN = with_fields(EXPERTS, normalize_gates=False, shared_experts_size=12, shared_gate=True)
+LATENT_MODEL = with_fields(SMALL, **LATENT, num_kv_heads=0)
 TOKENS = np.zeros((2, 4), np.int32)
 # Fields of a model that are wrong on every mesh, and in a count of its FLOPs.
 FIELDS = (
@@ -135,7 +137,22 @@ REFUSED = [
     ),
     *fields(
         init,
+        LATENT_MODEL,
+        ({"pre_norms": False, "post_norms": True}, "norm.pre is False, expected True with exp"),
+        ({"shared_norm": True, "parallel_mlp": True}, "norm.shared is True, expected False with"),
+        ({"learned_positions": 8}, "rotary.learned is 8, expected 0 with attention.latent, whose"),
+        ({"rotary_features": 2}, "rotary.features is 2, expected 0 with attention.latent, whose"),
+        (
+            {"global_every": 2, "unrotated_global": True},
+            "attention.unrotated_global is True, expected False with attention.latent",
+        ),
+        ({"head_size": 4}, "head_size is 4, expected more than attention.latent.rotary_size=4"),
+        ({"attention_sinks": True}, "Attention: sinks is True, expected False with a latent"),
+    ),
+    *fields(
+        init,
         SMALL,
+        ({"learned_positions": 3}, "tokens have 4 positions, expected at most rotary.learned=3"),
         ({"logit_soft_cap": -1.0}, "logit_soft_cap is -1.0, expected more than 0, such as 30, or"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0, expected from 0 to less than 1"),
         ({"z_loss": -1.0}, "z_loss is -1.0, expected 0 for none, or more, such as 1e-4"),

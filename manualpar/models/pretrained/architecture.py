@@ -42,11 +42,6 @@ ACTIVATIONS = {
 GELU_IS_TANH = frozenset({"gemma"})
 # The text model of a multimodal model whose `text_config` does not name it.
 OF_WRAPPER = {"gemma3": "gemma3_text", "mistral3": "mistral", "aya_vision": "cohere2"}
-# Inert keys of which no warning is needed, because everybody's files have them.
-SILENT = frozenset(
-    {"embd_pdrop", "resid_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout"}
-    | {"classifier_dropout"}
-)
 NULLABLE = ("q_lora_rank",)  # Keys for which `null` is no default, but stands for 0.
 DEEPEST = 10_000  # The most layers.
 
@@ -203,7 +198,7 @@ def _warn_of_inert(keys: Keys, family: Family, wrapper: str) -> None:
         for key, value in keys.left.items()
         if key in reasons and value not in (None, False, 0, "", [], {})
     }
-    lines = [f"{key} ({reason})" for key, reason in found.items() if key not in SILENT]
+    lines = [f"{key} ({reason})" for key, reason in found.items()]
     if wrapper:
         lines.append(f"all of {wrapper!r} except its text model ({WRAPPERS[wrapper]})")
     for key in found:

@@ -21,7 +21,7 @@ from manualpar.core.state.state_arrays import Leaf
 from manualpar.models.pretrained.sources import Sources
 from manualpar.models.pretrained.tensor_bytes import bounds_of
 from manualpar.models.pretrained.tensor_files import TensorFiles
-from manualpar.models.pretrained.tensor_names import TensorPiece, entry_of, is_entry
+from manualpar.models.pretrained.tensor_names import TensorPiece
 
 THREADS = min(8, os.cpu_count() or 1)
 BOX_BYTES = 256 << 20
@@ -272,14 +272,8 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
             first[shared] = begin
         else:
             dims = *dims, shared
-    for name in itertools.chain(*piece.merged):
-        if is_entry(name):
-            entry, size_of[name] = entry_of(name)
-            box_of[name] = entry, entry + 1
     for reads in itertools.product(*(_ranges(names, size_of, box_of) for names in piece.merged)):
-        spans = {
-            name: span for *_, inner in reads for name, span in inner.items() if not is_entry(name)
-        }
+        spans = {name: span for *_, inner in reads for name, span in inner.items()}
         yield Slice(
             tuple(slice(start, stop, step) for start, stop, step, _ in reads),
             tuple((spans[x][0] - begin, spans[x][1] - begin) for x, begin in first.items()),
@@ -295,15 +289,17 @@ def _ranges(
     """Computes the ranges of a merged dim that contain the bounds of the dims in it.
 
     There is one range if the bounds cover all inner dims; otherwise at least one for each entry of
-    the outermost dim. If the innermost name is an entry `0:2`, the ranges have steps.
+    the outermost dim. If the bounds have one of several entries of the innermost dim, the ranges
+    have steps.
     """
     if not names:
         return [(0, 1, 1, {})]
-    if len(names) > 1 and is_entry(names[-1]):
-        entry, step = entry_of(names[-1])
+    innermost = names[-1]
+    entry, last = bounds_of[innermost]
+    if len(names) > 1 and last - entry == 1 < (step := size_of[innermost]):
         return [
-            (start * step + entry, stop * step, step, spans)
-            for start, stop, _, spans in _ranges(names[:-1], size_of, bounds_of)
+            (start * step + entry, stop * step, by * step, {**spans, innermost: (entry, last)})
+            for start, stop, by, spans in _ranges(names[:-1], size_of, bounds_of)
         ]
     outer, *inner = names
     start, stop = bounds_of[outer]

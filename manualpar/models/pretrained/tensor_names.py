@@ -1,11 +1,10 @@
 """Tables of the tensors in a model's files from which each parameter is made.
 
 A `Rule` gives a parameter's tensor, and how the dims of both correspond, in the notation of einops:
-`D N H -> (N H) D`. If a tensor contains several parameters, `0:2` stands for entry 0 of a dim of
-size 2: `D F -> (0:2 F) D` is the first half of the rows, and `D F -> (F 0:2) D` every second row. A
-parameter may consist of several tensors, stacked along its leading dims: the
-layers of a scan, and experts. So each parameter has a list of `TensorPiece`s, each with a tensor
-and its place in the parameter. This module opens no file and needs no device.
+`D N H -> (N H) D`. A tensor may contain several parameters, see `Rule.part`. A parameter may
+consist of several tensors, stacked along its leading dims: the layers of a scan, and experts. So
+each parameter has a list of `TensorPiece`s, each with a tensor and its place in the parameter. This
+module opens no file and needs no device.
 
 Symbols: `V` tokens of the vocabulary, `D` hidden features, `N` query heads, `K` key and value
 heads, `H` features of a head, `F` features inside an MLP, `E` experts.
@@ -47,21 +46,7 @@ class TensorPiece(NamedTuple):
         size_of = dict(zip(self.dims, sizes, strict=True))
         if self.within:
             size_of[self.within[0]] = self.within[2]
-        return tuple(
-            math.prod(entry_of(name)[1] if is_entry(name) else size_of[name] for name in names)
-            for names in self.merged
-        )
-
-
-def is_entry(name: str) -> bool:
-    """Returns whether a name in a rule's dims is an entry, such as `0:2`, and no dim."""
-    return ":" in name
-
-
-def entry_of(name: str) -> tuple[int, int]:
-    """Returns (index, size) of an entry `index:size`."""
-    index, _, size = name.partition(":")
-    return int(index), int(size)
+        return tuple(math.prod(size_of[name] for name in names) for names in self.merged)
 
 
 # The rules of parameters outside of layers. `LAYER` has the rules of parameters in a layer, whose
@@ -117,11 +102,11 @@ GPT_OSS: Mapping[str, Rule] = {
     "attention/sinks": Rule("self_attn.sinks"),
     "experts/router": Rule("mlp.router.weight", "D E -> E D"),
     "experts/logit_bias": Rule("mlp.router.bias"),
-    "experts/gate": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F 0:2)"),
-    "experts/up": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F 1:2)"),
+    "experts/gate": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F c)", ("c", "0", "2")),
+    "experts/up": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F c)", ("c", "1", "2")),
     "experts/down": Rule("mlp.experts.down_proj", "E F D -> E F D"),
-    "experts/gate_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F 0:2)"),
-    "experts/up_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F 1:2)"),
+    "experts/gate_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F c)", ("c", "0", "2")),
+    "experts/up_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F c)", ("c", "1", "2")),
     "experts/down_bias": Rule("mlp.experts.down_proj_bias", "E D -> E D"),
 }
 # Multi-head latent attention. With a latent of queries, `WITH_QUERY_LATENT` is added.
@@ -239,7 +224,7 @@ def pieces_of(
     words = re.findall(r"\(([^()]*)\)|(\S+)", right) if arrow else [("", name) for name in names]
     merged = tuple(tuple((inside or single).split()) for inside, single in words)
     within: tuple[str, int, int] | tuple[()] = ()
-    inside = {name for name in itertools.chain(*merged) if not is_entry(name)}
+    inside = {*itertools.chain(*merged)}
     if rule.part:
         dim, before, total = rule.part
         known = {**(sizes or {}), **dict(zip(dims, shape[stacked:], strict=False))}

@@ -280,7 +280,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": ABSENT}),
 }
 OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 3}
-YARN = {
+YARN_OF_EXPERTS = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
     "factor": 8.0,
@@ -306,7 +306,7 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 8,
             "sliding_window": WINDOW,
             "swiglu_limit": 1.0,
-            "rope_parameters": YARN | {"truncate": False},
+            "rope_parameters": YARN_OF_EXPERTS | {"truncate": False},
         },
     ),
     "qwen2_moe": (
@@ -385,7 +385,7 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": 12,
             "v_head_dim": 4,
             "num_mtp_layers": 0,
-            "rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 0.8},
+            "rope_parameters": YARN_OF_EXPERTS | {"mscale": 0.9, "mscale_all_dim": 0.8},
         },
     ),
 }
