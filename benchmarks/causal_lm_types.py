@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "num_experts_per_token"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
     **dict.fromkeys(("sliding_window", "attention_window_size"), 8),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), None),

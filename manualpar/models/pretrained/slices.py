@@ -263,7 +263,7 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
     size_of = dict(zip(piece.dims, sizes, strict=True))
     box_of = dict(zip(piece.dims, box, strict=True))
     first: dict[str, int] = dict.fromkeys(piece.dims, 0)
-    dims = piece.dims
+    dims, alone = piece.dims, ""
     if piece.within:
         shared, begin, size_of[shared] = piece.within
         low, high = box_of.get(shared, (0, 1))
@@ -271,8 +271,9 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
         if shared in first:
             first[shared] = begin
         else:
-            dims = *dims, shared
-    for reads in itertools.product(*(_ranges(names, size_of, box_of) for names in piece.merged)):
+            dims, alone = (*dims, shared), shared
+    of_dims = (_ranges(names, size_of, box_of, alone) for names in piece.merged)
+    for reads in itertools.product(*of_dims):
         spans = {name: span for *_, inner in reads for name, span in inner.items()}
         yield Slice(
             tuple(slice(start, stop, step) for start, stop, step, _ in reads),
@@ -284,22 +285,24 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
 
 
 def _ranges(
-    names: Sequence[str], size_of: Mapping[str, int], bounds_of: Mapping[str, tuple[int, int]]
+    names: Sequence[str],
+    size_of: Mapping[str, int],
+    bounds_of: Mapping[str, tuple[int, int]],
+    alone: str = "",
 ) -> list[_Read]:
     """Computes the ranges of a merged dim that contain the bounds of the dims in it.
 
     There is one range if the bounds cover all inner dims; otherwise at least one for each entry of
-    the outermost dim. If the bounds have one of several entries of the innermost dim, the ranges
-    have steps.
+    the outermost dim. If `alone`, the dim that only the tensor has, is the innermost, the ranges
+    have steps. Other dims have none: the entries between may belong to other processes.
     """
     if not names:
         return [(0, 1, 1, {})]
-    innermost = names[-1]
-    entry, last = bounds_of[innermost]
-    if len(names) > 1 and last - entry == 1 < (step := size_of[innermost]):
+    if len(names) > 1 and names[-1] == alone:
+        step, (entry, _) = size_of[alone], bounds_of[alone]
         return [
-            (start * step + entry, stop * step, by * step, {**spans, innermost: (entry, last)})
-            for start, stop, by, spans in _ranges(names[:-1], size_of, bounds_of)
+            (start * step + entry, stop * step, step, {**spans, alone: bounds_of[alone]})
+            for start, stop, _, spans in _ranges(names[:-1], size_of, bounds_of)
         ]
     outer, *inner = names
     start, stop = bounds_of[outer]
