@@ -13,7 +13,7 @@ class Keys:
     """The keys of a `config.json` that have not been read yet."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.left, self.where, self._all = dict(config), where, config
+        self.left, self.where = dict(config), where
 
     def get(self, key: str, default: Any) -> Any:
         """Returns the value of a key, which stays unread."""

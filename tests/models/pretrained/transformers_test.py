@@ -28,8 +28,15 @@ def test_every_family_is_tried():
     assert types == FAMILIES.keys()
 
 
+# The code of these families runs for others too.
+ALIKE = ("llama2", "mistral", "qwen2", "gemma", "ministral", "olmo2", "glm", "cohere")
+
+
 @pytest.mark.every_case
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in MODELS],
+)
 def test_logits_files_and_generated_tokens_are_theirs(name, tmp_path):
     import torch
     import transformers
