@@ -82,6 +82,8 @@ def small_config(name: str) -> Any:
 def _options(default: Any) -> dict[str, Any]:
     names = {**default.to_dict(), **dict.fromkeys(default.attribute_map)}
     options = {key: value for key, value in SMALL.items() if key in names}
+    if "kv_lora_rank" in names:  # With latent attention there are as many heads of keys.
+        options["num_key_value_heads"] = SMALL["num_attention_heads"]
     # A config that names other heads than its sizes say would not be small.
     for key in default.attribute_map.values():
         if key in SMALL:

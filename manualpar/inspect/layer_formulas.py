@@ -106,6 +106,7 @@ def block_collectives(
     pre_norms: int = 2,
     norm_vectors: int = 1,
     shared: bool = False,
+    parallel: bool = False,
     latents: tuple[int, ...] = (),
     latent_norms: tuple[int, ...] = (),
     latent_kernels: tuple[int, ...] = (),
@@ -125,6 +126,7 @@ def block_collectives(
       pre_norms: The number of norms before attention and MLP.
       norm_vectors: The number of vectors of a norm: its scale, and its bias if it has one.
       shared: Whether attention and MLP read the result of one norm.
+      parallel: Whether the MLP reads the block's input, so that remat repeats no sum.
       latents: With latent attention, the features of each array that attention enters, in place of
         the activations.
       latent_norms: With latent attention, the features of the norms of latents.
@@ -138,14 +140,15 @@ def block_collectives(
         yield x.backward(CAST_SCOPE, "all_reduce", 1, (1, 1, size), FLOAT32)
     for size in latent_kernels * x.sequence:
         yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (x.shape[2], size), jnp.dtype(dtype))
-    yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
+    again = 2 * post_norms if parallel else 1 + post_norms
+    yield from _leave(x, 2, forward=2 * passes + recomputed * again)
     yield from _norm_scales(x, (pre_norms + 2 * post_norms) * norm_vectors)
     for _ in range(out_biases * x.sequence):
         yield x.backward(TENSOR_SCOPE, "all_reduce", 1, x.shape[2:], x.dtype)
     if wide_norms:
         means, forward = (*x.shape[:2], 1, 1), passes + recomputed
         yield x.collective(TENSOR_SCOPE, "all_reduce", wide_norms * forward, means, FLOAT32)
-        yield x.backward(TENSOR_SCOPE, "all_reduce", wide_norms, means, FLOAT32)
+        yield x.backward(CAST_SCOPE, "all_reduce", wide_norms, means, FLOAT32)
     for size in head_norms:
         yield x.backward(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
 

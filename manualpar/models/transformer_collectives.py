@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.program.program import Program
-from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+from manualpar.core.tracing.scopes import CAST_SCOPE, CONTEXT_SCOPE
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.layer_formulas import (
     LayerActivations,
@@ -165,12 +165,15 @@ class MinibatchCollectives:
         runs: Any = {"passes": passes, "recomputed": recomputed}
         if x := activations(split.axis):
             self.before += lookup_collectives(x, parameter_dtype, passes=lookups)
+            if model.rotary.learned and x.sequence:
+                table = model.rotary.learned, model.hidden_size
+                self.before.append(x.backward(CAST_SCOPE, "all_reduce", 1, table, parameter_dtype))
             is_wide, vectors = model.attention.wide_query_key_norm, 1 + model.norm.bias
             has_own = model.attention.query_key_norm and not is_wide
             head_norms = (size_of_head(model),) * 2 * vectors * has_own
             norms: Any = {"post_norms": model.norm.post, "head_norms": head_norms}
             norms |= {"wide_norms": 2 * is_wide, "norm_vectors": vectors}
-            norms |= {"shared": model.norm.shared}
+            norms |= {"shared": model.norm.shared, "parallel": model.mlp.parallel}
             norms |= {"pre_norms": (2 - model.norm.shared) * model.norm.pre}
             norms["out_biases"] = model.attention.out_bias + model.mlp.bias
             if (latent := model.attention.latent).rank:
