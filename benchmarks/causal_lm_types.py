@@ -216,6 +216,7 @@ def judge_apart(name: str, seconds: float = SECONDS) -> Verdict:
         if not ours.poll(seconds):
             return Verdict("not made", f"no result in {seconds} s")
         verdict: Verdict = ours.recv()
+        process.join(seconds)  # So that it leaves nothing behind.
         return verdict
     except EOFError:
         process.join()
