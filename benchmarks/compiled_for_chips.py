@@ -23,6 +23,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,8 +32,9 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from benchmarks.results import note_conditions, write_results
-from manualpar.core.mesh.compiler_options import Overlap
+from manualpar.core.mesh.compiler_options import CHOICES, Overlap
 from manualpar.planner.gpu_compiler import compile_for_gpu
+from manualpar.planner.hardware import chip_named
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
@@ -49,7 +51,7 @@ TOLERANCE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a language model. The batch has one sequence for each chip."""
+    """The sizes of a language model."""
 
     layers: int
     hidden_size: int
@@ -60,7 +62,7 @@ class Shape:
     def __str__(self) -> str:
         return (
             f"L={self.layers}, D={self.hidden_size:,}, F={self.mlp_size:,}, {self.heads} heads, "
-            f"V={VOCAB_SIZE:,}, one sequence of {self.sequence_length:,} a chip"
+            f"V={VOCAB_SIZE:,}, one sequence of {self.sequence_length:,} a chip (zero2: two)"
         )
 
 
@@ -78,11 +80,13 @@ class Layout:
       axes: The mesh axes beside `data`, with their sizes.
       fields: Other fields of the config, by name.
       is_axis_by_axis: Whether gradients are scattered over two mesh axes, one after the other.
+      sequences: The number of sequences in a batch for each chip.
     """
 
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_axis_by_axis: bool = False
+    sequences: int = 1
 
 
 _EXPERTS = {"model.num_experts": 8, "model.mlp_size": 2048}
@@ -91,7 +95,14 @@ LAYOUTS: Mapping[str, Layout] = {
     "axis by axis": Layout(is_axis_by_axis=True),
     "dp": Layout(fields={"parallel.strategy": "dp"}),
     "zero1": Layout(fields={"parallel.strategy": "zero1"}),
+    "zero2": Layout(
+        fields={"parallel.strategy": "zero2", "optimizer.num_minibatches": 2}, sequences=2
+    ),
     "hsdp": Layout({"replica": 2}, {"parallel.strategy": "hsdp"}),
+    # Only mode manual has it: the mean over replicas in the backward pass.
+    "hsdp, mean inside": Layout(
+        {"replica": 2}, {"parallel.strategy": "hsdp", "parallel.replica_mean": "backward"}
+    ),
     "split over 4": Layout({SPLIT_AXIS: 4}),
     "split over 4, sequence": Layout({SPLIT_AXIS: 4}, {"parallel.sequence": True}),
     "split over 4, ring": Layout(
@@ -106,15 +117,24 @@ LAYOUTS: Mapping[str, Layout] = {
         {"optimizer.num_minibatches": 4, "parallel.communicate_every": "step"},
     ),
     "context over 4": Layout({CONTEXT_AXIS: 4}),
+    "context over 4, ulysses": Layout({CONTEXT_AXIS: 4}, {"parallel.context_attention": "ulysses"}),
 }
 REFERENCE = "auto"
 
 
 class Variant(NamedTuple):
-    """A program's mode, and whether compiler options are chosen for the chip and the mesh."""
+    """A program's mode and compiler options.
+
+    Attributes:
+      mode: The mode.
+      overlap: Whether compiler options are chosen for the chip and the mesh.
+      is_given_all: Whether all options are passed that make mode `auto` faster on GPUs, on any
+        mesh. TPUs have no such options.
+    """
 
     mode: str
     overlap: Overlap = "auto"
+    is_given_all: bool = False
 
 
 PROGRAMS: Mapping[str, Variant] = {
@@ -122,8 +142,16 @@ PROGRAMS: Mapping[str, Variant] = {
     "manual": Variant("manual"),
     "manual, no options": Variant("manual", "none"),
     "auto, no options": Variant("auto", "none"),
+    "auto, all options": Variant("auto", "none", is_given_all=True),
+    "explicit": Variant("explicit"),
     "auto-unconstrained": Variant("auto-unconstrained"),
 }
+# The options that `overlap="auto"` has for a single axis of GPUs.
+ALL_OPTIONS = next(
+    choice.options
+    for choice in CHOICES
+    if re.fullmatch(choice.device_kind, chip_named("h100").device_kind)
+)
 COMPARED = ("auto", "manual", "manual, no options")
 
 
@@ -224,7 +252,7 @@ def make_config(shape: Shape, topology: str, layout: Layout, variant: Variant) -
     config = ml_collections.ConfigDict(load_config(CONFIG).to_dict())
     devices = parse_topology(topology)
     config.data.sequence_length = shape.sequence_length
-    config.data.batch_size = devices.num_devices
+    config.data.batch_size = devices.num_devices * layout.sequences
     config.model.num_layers, config.model.scan_layers = shape.layers, True
     config.model.hidden_size, config.model.mlp_size = shape.hidden_size, shape.mlp_size
     config.model.num_heads = config.model.num_kv_heads = shape.heads
@@ -244,10 +272,12 @@ def make_config(shape: Shape, topology: str, layout: Layout, variant: Variant) -
 
 def compile_row(shape: str, topology: str, layout: str, program: str) -> Row:
     """Compiles one program; if that fails, the row contains the reason."""
-    compile_step = compile_for_tpu if parse_topology(topology).chip.is_tpu else compile_for_gpu
+    is_tpu, variant = parse_topology(topology).chip.is_tpu, PROGRAMS[program]
+    compile_step = compile_for_tpu if is_tpu else compile_for_gpu
+    options = ALL_OPTIONS if variant.is_given_all and not is_tpu else None
     try:
-        config = make_config(SHAPES[shape], topology, LAYOUTS[layout], PROGRAMS[program])
-        plan = compile_step(config, topology, vocab_size=VOCAB_SIZE)
+        config = make_config(SHAPES[shape], topology, LAYOUTS[layout], variant)
+        plan = compile_step(config, topology, options=options, vocab_size=VOCAB_SIZE)
     except ValueError as error:
         return Row(shape, topology, layout, program, None, str(error))
     return Row(shape, topology, layout, program, plan)

@@ -22,6 +22,7 @@ def get_config() -> ConfigDict:
         config.model.lora = ("*/attention/query:8", "*/attention/value:8", "*/mlp/*:8")  # glob:rank
         config.model.lora_alpha = 16.0
         config.model.int8 = ()  # glob:block length; ("*kernel:64",) stores kernels in int8
+        config.model.nf4 = ()  # the same in NF4, half the bytes
     config.data.path = "docs/*.md"
     config.data.batch_size = 16
     config.model.scan_layers = True

@@ -24,6 +24,7 @@ EXTRAS = {
     "attention": "train",
     "how_it_works": "examples",
     "hugging_face_data": "train",
+    "preferences": "train",
     "questions": "train,examples",
     "start_from_what_you_have": "train,pretrained",
     "which_strategy": "train",

@@ -112,6 +112,9 @@ GROUPS = (
             "manualpar.load_adapters",
             "manualpar.quantized",
             "manualpar.models.pretrained",
+            "manualpar.models.finetuning.preferences.WithReference",
+            "manualpar.models.finetuning.preferences.first_call",
+            "manualpar.models.finetuning.preferences.preference_loss",
         ),
     ),
     Group(

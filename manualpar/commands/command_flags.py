@@ -39,6 +39,9 @@ def model_flags(program: str, usage: str) -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--workdir", type=path_flag, help="The folder of a run with a checkpoint.")
     which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
+    parser.add_argument(
+        "--adapter", type=path_flag, help="A directory of peft with LoRA adapters, with --hf."
+    )
     parser.add_argument("--mesh", default="data=-1", help=f"{MESH_HELP} [default %(default)s]")
     parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
     parser.add_argument(
@@ -56,12 +59,19 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
     try:
         with users_mistakes():
             check_output_file(flags.output)
+            if flags.adapter and not flags.hf:
+                raise UsageError(
+                    f"--adapter={flags.adapter} without --hf, expected the base model in --hf; a "
+                    "run in --workdir has its own adapters."
+                )
             choose_devices(flags.devices)
             mesh = _mesh_of_data(flags.mesh)
             cluster = initialize()
         with cluster, ending_all(cluster, agreed=()), users_mistakes():
-            load: Any = load_run if flags.workdir else load_directory
-            trained: Trained = load(flags.workdir or flags.hf, mesh=mesh)
+            if flags.workdir:
+                trained = load_run(flags.workdir, mesh=mesh)
+            else:
+                trained = load_directory(flags.hf, mesh=mesh, adapter=flags.adapter)
             if is_main():
                 described = f"{trained.described} on {describe_mesh(trained.program.mesh)}"
                 print(described, file=sys.stderr)

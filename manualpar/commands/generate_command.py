@@ -48,7 +48,7 @@ USAGE = """Answers prompts with a run's newest checkpoint, or with a Hugging Fac
     [--temperature=0.8] [--top-k=<number>] [--top-p=<probability>] [--beams=<number>]
     [--max-tokens=<number>] [--stop=<text> ...] [--seed=<number>] [--chat]
     [--mesh=data=4,model=2] [--devices=<number>]
-{program} --hf=<directory> --prompts=<lines, .jsonl or ->
+{program} --hf=<directory> [--adapter=<directory of peft>] --prompts=<lines, .jsonl or ->
     [--output=<.jsonl>]
 
 The answer to one prompt is streamed to the terminal. Several prompts are answered in batches, as

@@ -22,7 +22,7 @@ from manualpar.errors import (
     describe_mistake,
     print_error,
 )
-from manualpar.models.pretrained import export_hf, load
+from manualpar.models.pretrained import export_hf, export_peft, load, load_peft
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
 from manualpar.system.cluster import FAILED_EXIT_CODE, Cluster, DisagreementError, initialize
@@ -47,6 +47,7 @@ MODEL_FOLDER = "model"
 IMPORT_USAGE = """Imports a Hugging Face model into a workdir, as a checkpoint to train from.
 
 {program} DIR --workdir=<folder> [--config=fsdp_lm]
+    [--model.adapter=<directory of peft>]
     [--<field>=<value> ...] [--mesh=<axis>=<size>,...] [--devices=<number>]
 
 DIR contains config.json, tokenizer.json and .safetensors files. The config defines how the model
@@ -57,8 +58,10 @@ EXPORT_USAGE = """Exports the model of a workdir as .safetensors files with conf
 {program} --workdir=<folder> --output=<directory>
     [--like=<directory it came from> | --family=llama]
     [--dtype=bfloat16] [--max-shard-bytes=<number>] [--devices=<number>]
+    [--adapter]
 
-If the model was imported, its config, its tokenizer and the dtypes of its tensors are kept.
+If the model was imported, its config, its tokenizer and the dtypes of its tensors are kept. With
+--adapter only the LoRA adapters are written, as the library peft reads them.
 """
 WORKDIR = TRAINING.flags["workdir"]._replace(help="The folder to create, for the run; required.")
 IMPORTING = TRAINING._replace(
@@ -126,7 +129,11 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
     config.model.from_hf = str(model_folder)
     experiment = prepare(fill_from_hf(config.lock()))
     with open_checkpoints(experiment.config, workdir) as checkpoints:
-        loaded = load(experiment.program, source, config.seed)
+        tuned, adapter = experiment.config.model.lora, experiment.config.model.adapter
+        loaded = load(experiment.program, source, config.seed, missing="init" if tuned else "error")
+        if adapter:
+            state = load_peft(experiment.program, loaded.state, adapter)
+            loaded = loaded._replace(state=state)
         extra = {
             "position": 0,
             "config": experiment.config.to_dict(),
@@ -142,7 +149,8 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
     )
     say(
         f"to train it: manualpar train {command.config_path} --model.from_hf={model_folder} "
-        f"--workdir={workdir}"
+        + (f"--model.adapter={adapter} " if adapter else "")
+        + f"--workdir={workdir}"
     )
 
 
@@ -171,6 +179,9 @@ def export_main(argv: Sequence[str]) -> int:
         default=SHARD_BYTES,
         help="The size of the largest file, in bytes. [default %(default)s]",
     )
+    parser.add_argument(
+        "--adapter", action="store_true", help="Writes the adapters, for the library peft."
+    )
     parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
     flags = parser.parse_args(list(argv[1:]))
     quiet_absl()
@@ -191,6 +202,11 @@ def export_main(argv: Sequence[str]) -> int:
         experiment = prepare_saved(config)
         dataset: Any = experiment.task.dataset
         restored = restore_saved(experiment, flags.workdir, report=say)
+        if flags.adapter:
+            base = "" if like is None else str(like)
+            folder = export_peft(experiment.program, restored.state, flags.output, base=base)
+            say(f"wrote the adapters of step {restored.step} to {folder}")
+            return
         target = export_hf(
             experiment.program,
             restored.state,

@@ -32,6 +32,7 @@ from manualpar.planner.closed_form.layout_search import fastest_of_each_mesh, ra
 from manualpar.planner.compiler_worker import installed
 from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
 from manualpar.planner.gpu_compiler import GPU, compile_for_gpu
+from manualpar.planner.overlap_trial import compile_both
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.plan_picture import draw_plans, draw_search
 from manualpar.planner.plan_report import (
@@ -211,7 +212,8 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
     if wants_compiler:
         print_line(console, f"compiling for {topology.name}")
         compile_for = compile_for_tpu if topology.chip.is_tpu else compile_for_gpu
-        plans.insert(0, compile_for(config, topology, vocab_size=command.flags.vocab_size))
+        vocab_size = command.flags.vocab_size
+        plans = [*compile_both(compile_for, config, topology, vocab_size=vocab_size), *plans]
     print_plans(console, plans)
     print_sources(console, topology.chip)
     results: dict[str, Any] = {"plans": [plan.to_json() for plan in plans]}

@@ -5,7 +5,6 @@
 
 import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -32,6 +31,7 @@ from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketError
 from manualpar.training.agreed_facts import experiment_facts, run_facts
 from manualpar.training.config import check_config
+from manualpar.training.division import read_earlier
 from manualpar.training.exit_codes import (
     EXIT_CODES,
     STOPPED_EXIT_CODE,
@@ -42,10 +42,11 @@ from manualpar.training.exit_codes import (
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console, show_tracing
+from manualpar.training.monitoring.run_times import TimeLedger
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
 from manualpar.training.trainer import StoppedError
-from manualpar.training.workdir import RUNS, check_folder, choose_workdir
+from manualpar.training.workdir import FOLDER, RUNS, check_folder, choose_workdir
 
 USAGE = """{program} [CONFIG] [--<field>=<value> ...]
     [--workdir=<folder>] [--mesh=<axis>=<size>,...] [--devices=<number>]
@@ -67,7 +68,7 @@ def main(
 
 def run_command(command: CommandLine) -> int:
     """Runs the training that a command line describes; returns the exit code."""
-    started = time.perf_counter()
+    times = TimeLedger()
     quiet_absl()
     config, flags = command.config, command.flags
     try:
@@ -97,10 +98,10 @@ def run_command(command: CommandLine) -> int:
         print_error(f"--workdir={flags.workdir} cannot be read: {error}")
         return FILES_EXIT_CODE
     with cluster.stop_on_sigterm(), cluster:
-        return _run(command, cluster, changes=changes, started=started)
+        return _run(command, cluster, times, changes=changes)
 
 
-def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
+def _run(command: CommandLine, cluster: Cluster, times: TimeLedger, *, changes: list[str]) -> int:
     """Prepares and runs the training, in every process; returns the exit code."""
     console = make_console(process=cluster.process_id)
     remains, goes_on = "nothing was written", ""
@@ -112,7 +113,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
                 goes_on = f", and the same command with --workdir={workdir} goes on"
             for change in changes:
                 print_line(console, change)
-            result = run(experiment, workdir, cluster=cluster, console=console)
+            result = run(experiment, workdir, cluster=cluster, console=console, times=times)
             cluster.nothing_to_lose()
     except KeyboardInterrupt:
         print_error(f"interrupted; {remains}{goes_on}")
@@ -139,7 +140,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
             words = headline.replace("_", " ")
             print_line(console, f"{split} {words}: {found[headline]:.4f}")
             break
-    print_line(console, f"time: {time.perf_counter() - started:.1f} s")
+    print_line(console, f"time: {times.elapsed:.1f} s")
     print_line(console, f"results: {workdir}")
     return 0
 
@@ -150,14 +151,16 @@ def _prepare(
     """Prepares the experiment, checks it in all processes, and chooses its folder."""
     try:
         cluster.enter("preparing")
-        experiment = prepare(command.config, tracing=tracing)
+        workdir = command.flags.workdir
+        earlier = read_earlier(workdir / FOLDER) if workdir is not None else None
+        experiment = prepare(command.config, tracing=tracing, earlier=earlier)
         cluster.enter("comparing what it prepared")
         if cluster.num_processes > 1:
             cluster.agree(experiment_facts(experiment))
         cluster.enter("starting")
         if not command.flags.force:
             check_fits(experiment)
-        return experiment, choose_workdir(command.flags.workdir, name=command.config_path.stem)
+        return experiment, choose_workdir(workdir, name=command.config_path.stem)
     except (UsageError, ValueError) as error:
         mistake = UsageError(describe_mistake(error))
         # All processes raise a `DisagreementError`, but maybe only this one raises another error.

@@ -20,6 +20,7 @@ from manualpar.data.dataset import (
     Split,
     TokenSplit,
 )
+from manualpar.data.preferences import PreferencePairs, preference_examples
 from manualpar.data.sources import SOURCES, load_dataset
 from manualpar.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from manualpar.data.user_data import BatchStream, DataEndedError, ExampleSplit, as_dataset
@@ -36,6 +37,7 @@ __all__ = [
     "ExampleSplit",
     "FileTokenizer",
     "LanguageDataset",
+    "PreferencePairs",
     "Split",
     "TokenSplit",
     "Tokenizer",
@@ -45,6 +47,7 @@ __all__ = [
     "evaluation_batches",
     "load_dataset",
     "load_tokenizer",
+    "preference_examples",
     "train_batch",
     "train_batches",
 ]

@@ -22,6 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
+from manualpar.layers.boundaries import platform_traced_for
 
 # Whether layers overlap communication with their products. Only activations that are split along
 # the sequence can use a ring.
@@ -170,7 +171,9 @@ def multiply_rows(
     Before the product, all dims of `x` that are not contracted are merged into one. So the gradient
     of the kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes
     transposed copies of both factors, which doubles the time of an MLP. The merging changes no bit
-    of the results.
+    of the results. Dims that may be sharded are not merged, because XLA would then gather them:
+    dims after the first that are sharded by the type of `x`, and, except on CPUs, all dims if XLA
+    chooses the sharding (mode `auto`).
 
     Args:
       x: `[..., D]`.
@@ -182,6 +185,10 @@ def multiply_rows(
       `[..., F]`.
     """
     num_batch = x.ndim - contracted
+    is_automatic = bool(jax.sharding.get_abstract_mesh().auto_axes)
+    has_parts = any(jax.typeof(x).sharding.spec[1:num_batch])
+    if has_parts or (is_automatic and platform_traced_for() != "cpu"):
+        return jnp.tensordot(x, kernel, contracted, preferred_element_type=dtype)
     y = jnp.tensordot(_rows(x, num_batch), kernel, contracted, preferred_element_type=dtype)
     return y.reshape(*x.shape[:num_batch], *y.shape[1:])
 

@@ -111,7 +111,35 @@ def _mean_cross_entropy(
     *,
     with_labels: bool = False,
 ) -> tuple[jax.Array, Metrics]:
-    call = {"train": True, "rngs": {"dropout": rng}}
+    losses, correct = token_losses(name, params, apply_fn, batch, rng, with_labels=with_labels)
+    correct = correct.astype(losses.dtype)
+    weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
+    # Weights are summed per sequence first, because the experts' loss needs the sums per sequence.
+    count = weights.sum(-1).sum()
+    # A masked label may be any number, so its loss may be NaN, and NaN times 0 is NaN.
+    total = jnp.where(weights == 0, 0, losses * weights).sum()
+    metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
+    # If a device's share consists only of padding, the loss is 0 and not NaN.
+    return total / jnp.where(count > 0, count, 1), metrics
+
+
+def token_losses(
+    name: str,
+    params: Any,
+    apply_fn: Callable[..., Any],
+    batch: Batch,
+    rng: jax.Array,
+    *,
+    with_labels: bool,
+    train: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the losses of all labels in nats, and whether each label has the largest logit.
+
+    The losses are also those of labels that `batch.mask` leaves out, and may be NaN there. `name`
+    is the caller's, for error messages. `with_labels` is the result of `takes_labels(apply_fn)`.
+    `train` is whether the model drops activations.
+    """
+    call = {"train": train, "rngs": {"dropout": rng}}
     if with_labels:
         out = apply_fn({"params": params}, batch.inputs, labels=batch.labels, **call)
         losses, correct = _checked_pair(name, out, batch.labels)
@@ -122,15 +150,7 @@ def _mean_cross_entropy(
         losses = split_cross_entropy(logits, batch.labels, axis=axis)
         correct = split_argmax(logits, axis) == batch.labels
     _check_one_each(name, batch, losses.shape, f"model's losses {losses.shape}")
-    correct = correct.astype(losses.dtype)
-    weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
-    # Weights are summed per sequence first, because the experts' loss needs the sums per sequence.
-    count = weights.sum(-1).sum()
-    # A masked label may be any number, so its loss may be NaN, and NaN times 0 is NaN.
-    total = jnp.where(weights == 0, 0, losses * weights).sum()
-    metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
-    # If a device's share consists only of padding, the loss is 0 and not NaN.
-    return total / jnp.where(count > 0, count, 1), metrics
+    return losses, correct
 
 
 def _check_one_each(name: str, batch: Batch, shape: tuple[int, ...], of: str) -> None:

@@ -32,6 +32,9 @@ from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import Experiment
 
 REQUEST, RESULT, PROGRAM = "request.json", "result.json", "program.txt"
+# libtpu writes the text of the compiled program to files in this folder. They are read if the XLA
+# in jaxlib is older than the XLA in libtpu and does not understand the program.
+DUMP, DUMPED = "dump", "*.after_codegen.txt"
 # The stages of the worker. The result names the stage in which an error occurred, so that the
 # parent process can choose its message.
 LIBRARY, TOPOLOGY, PREPARE, COMPILE = "library", "topology", "prepare", "compile"
@@ -85,14 +88,31 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     }
     try:
         options = request["diagnostics"] | request["options"]
+        if chip.is_tpu:
+            options |= {"xla_dump_to": str(folder / DUMP), "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_hbm(str(error)):
             raise
         return facts | {"out_of_memory": str(error)}
     memory = compiled.memory_analysis()
-    (folder / PROGRAM).write_text(compiled.as_text() or "", encoding="utf-8")
+    (folder / PROGRAM).write_text(text_of(compiled, folder / DUMP), encoding="utf-8")
     return facts | {"memory": {name: int(getattr(memory, field)) for name, field in MEMORY.items()}}
+
+
+def text_of(compiled: jax.stages.Compiled, dump: Path) -> str:
+    """Returns a program's text, from the compiler's own files if jaxlib cannot read the program.
+
+    libtpu 0.0.52 gives the operations of SparseCores several operands. The XLA of jaxlib 0.10.2
+    refuses these operations ("async-update instruction should have 1 operands").
+    """
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError:
+        files = sorted(dump.glob(DUMPED), key=lambda path: path.stat().st_size)
+        if not files:
+            raise
+        return files[-1].read_text(encoding="utf-8")
 
 
 def installed(packages: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ The worker traces attention for the planned chip (`manualpar.planner.traced_kern
 cuDNN's kernels stay calls in the compiled program, so cuDNN is not needed.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +88,11 @@ def _explain(facts: Mapping[str, str], topology: Topology) -> str:
         )
     if "is not a valid bool value" in error:
         return f"the GPU compiler refuses an option ({error[:300]}); write True or False."
-    return f"the GPU compiler failed for {topology.name}: {error[:500]}"
+    # An error in Python code that the compiler calls, such as cuDNN's partitioner, begins with a
+    # traceback, whose last line has the message.
+    raised = re.findall(r"^(?:\w+\.)*\w*Error: .*", facts["error"], re.MULTILINE)
+    message = raised[-1] if raised else error
+    return f"the GPU compiler failed for {topology.name}: {message[:500]}"
 
 
 GPU = Compiler("GPU", PACKAGES, ENVIRONMENT, _describe, _explain, _refuse, _diagnose)

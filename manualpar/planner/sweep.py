@@ -1,9 +1,9 @@
 """Compares strategies, meshes, numbers of minibatches, remat and gather dtypes by step time.
 
-For each strategy, mesh and remat a program is traced on an abstract mesh, in one minibatch; the
-other candidates are derived by closed forms (`manualpar.planner.step_work`), which are exact in
-time but not in memory. Then the programs of the candidates that rank first, and of candidates near
-the limit of memory, are traced too.
+For each strategy, mesh, remat and time of the mean over replicas a program is traced on an abstract
+mesh, in one minibatch; the other candidates are derived by closed forms
+(`manualpar.planner.step_work`), which are exact in time but not in memory. Then the programs of the
+candidates that rank first, and of candidates near the limit of memory, are traced too.
 
 If the model supports it, other candidates split its layers over a model axis, or divide its experts
 over an expert axis. (No candidate does both.) This axis is the last of the mesh, so its devices are
@@ -21,6 +21,12 @@ import ml_collections
 import optax
 
 from manualpar.models import Transformer
+from manualpar.planner.candidate_meshes import (
+    MINOR_AXIS,
+    data_meshes,
+    mesh_like,
+    meshes_with,
+)
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import (
@@ -30,8 +36,8 @@ from manualpar.planner.step_work import (
     with_gather_dtype,
     with_minibatches,
 )
-from manualpar.planner.topology import Topology, levels_of, place_axes, topology_of_size
-from manualpar.strategies import StrategyKind, strategy_kinds
+from manualpar.planner.topology import Topology, topology_of_size
+from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import build_experiment
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, split_of, splits_layers
@@ -39,12 +45,8 @@ from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, split_of, spl
 REMATS = ("none", "dots", "full")
 MINIBATCHES = (1, 2, 4, 8)
 GATHER_DTYPES = ("", "bfloat16")
-# The name of a second axis to shard over; two axes suit a torus.
-MINOR_AXIS = "data_minor"
 # A plan with estimated memory is traced if it exceeds the device's memory by at most this share.
 NEARLY = 0.3
-# The largest number of devices to split layers over.
-MOST_SPLIT = 16
 CHIP_COUNTS = tuple(2**k for k in range(3, 13))
 
 
@@ -55,6 +57,8 @@ class Candidate:
     Attributes:
       remat: The model's `remat`; "" if the model has no such option.
       gather_dtype: The dtype in which parameters are gathered; "" for the stored dtype.
+      replica_mean: When gradients are averaged over replicas, see `hsdp`; "" if the strategy has no
+        such option.
     """
 
     strategy: str
@@ -62,6 +66,7 @@ class Candidate:
     num_minibatches: int
     remat: str
     gather_dtype: str
+    replica_mean: str = ""
 
     @property
     def name(self) -> str:
@@ -74,6 +79,7 @@ class Candidate:
         parts = [f"{self.num_minibatches} minibatch{'es' * (self.num_minibatches > 1)}"]
         parts += [f"remat {self.remat}"] if self.remat else []
         parts += [f"gather {self.gather_dtype}"] if self.gather_dtype else []
+        parts += ["mean in the backward pass"] if self.replica_mean == "backward" else []
         return ", ".join(parts)
 
 
@@ -153,6 +159,8 @@ class Builder(NamedTuple):
         config.parallel.axis_by_axis |= MINOR_AXIS in candidate.mesh
         config.optimizer.num_minibatches = candidate.num_minibatches
         config.data.batch_size = batch_size or config.data.batch_size
+        if candidate.replica_mean:
+            config.parallel.replica_mean = candidate.replica_mean
         fields: dict[str, Any] = {}
         if candidate.remat:
             config.model.remat = fields["remat"] = candidate.remat
@@ -248,7 +256,7 @@ def scaling_curves(
     for (name, candidate), (count, topology_of_count) in itertools.product(
         candidates.items(), sizes
     ):
-        mesh = mesh_like(candidate, topology_of_count) if topology_of_count else None
+        mesh = mesh_like(candidate.mesh, topology_of_count) if topology_of_count else None
         if topology_of_count is None or mesh is None:
             continue
         report(f"{name} on {topology_of_count.name}")
@@ -261,94 +269,16 @@ def scaling_curves(
     return curves
 
 
-def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None:
-    """Returns a mesh with a candidate's axes on another topology; `None` if there is none.
-
-    Layers are split, or experts divided, over as many devices as in the candidate's mesh.
-    """
-    count, groups = topology.num_devices, group_sizes(topology)
-    data_axes = [axis for axis in candidate.mesh if axis not in (SPLIT_AXIS, EXPERT_AXIS)]
-    if len(data_axes) < 2:
-        mesh: dict[str, int] | None = {"data": count}
-    elif groups:
-        mesh = dict(zip(data_axes, (count // groups[0], groups[0]), strict=True))
-    else:
-        return None
-    for axis in (EXPERT_AXIS, SPLIT_AXIS):
-        if mesh and axis in candidate.mesh:
-            mesh = with_axis(mesh, axis, candidate.mesh[axis])
-    return mesh if mesh and _fits_into(topology, mesh) else None
-
-
-def with_axis(mesh: Mapping[str, int], axis: str, size: int) -> dict[str, int] | None:
-    """Moves a factor `size` of a mesh's axis `data` to another axis; `None` if it is no factor."""
-    if mesh["data"] % size:
-        return None
-    return {**mesh, "data": mesh["data"] // size, axis: size}
-
-
-def split_sizes(topology: Topology) -> list[int]:
-    """Returns the numbers of devices that layers may be split over, within a node or a slice."""
-    inside = topology.num_devices // levels_of(topology)[0]
-    return [size for size in range(2, min(inside, MOST_SPLIT) + 1) if inside % size == 0]
-
-
-def group_sizes(topology: Topology) -> list[int]:
-    """Returns the sizes of groups of devices over which to shard; each group may be a replica.
-
-    The first size is a node or a slice. In a single slice it is the slice without one dimension of
-    the torus, which is left to the replicas.
-    """
-    count, levels = topology.num_devices, levels_of(topology)
-    products = [math.prod(levels[i:]) for i in range(1, len(levels))]
-    sizes = [size for size in products if 1 < size < count]
-    if topology.chip.network.kind == "nodes" and sizes:
-        nodes = count // sizes[0]
-        between = sizes[0] * 2 ** (nodes.bit_length() // 2)
-        sizes += [between] if sizes[0] < between < count and count % between == 0 else []
-    return list(dict.fromkeys(sizes))[:2]
-
-
 def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
     """Yields the candidates that are always traced: one minibatch, gathers in the stored dtype."""
     for strategy, kind in strategy_kinds().items():
-        meshes = list(_meshes(kind, topology)) if kind.is_exact else []
+        meshes = list(data_meshes(kind, topology)) if kind.is_exact else []
         if meshes and kind.has_curve:
             for axis in builder.layer_axes:
-                meshes += _meshes_with(axis, kind, topology)
-        for mesh in meshes:
-            for remat in builder.remats:
-                yield Candidate(strategy, mesh, 1, remat, "")
-
-
-def _meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
-    """Yields the meshes that have only data axes."""
-    count, groups = topology.num_devices, group_sizes(topology)
-    if kind.replicates:
-        yield from ({"replica": count // size, "data": size} for size in groups)
-        return
-    yield {"data": count}
-    if kind.on_torus and topology.chip.is_tpu and groups:
-        yield {"data": count // groups[0], MINOR_AXIS: groups[0]}
-
-
-def _meshes_with(axis: str, kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
-    """Yields a strategy's first mesh, with `axis` added, for each possible size of `axis`."""
-    for data_mesh, size in itertools.product(
-        itertools.islice(_meshes(kind, topology), 1), split_sizes(topology)
-    ):
-        mesh = with_axis(data_mesh, axis, size)
-        # With data=1 a strategy that replicates would be another strategy.
-        if mesh and not (kind.replicates and mesh["data"] == 1) and _fits_into(topology, mesh):
-            yield mesh
-
-
-def _fits_into(topology: Topology, mesh: Mapping[str, int]) -> bool:
-    try:
-        place_axes(topology, mesh)
-    except ValueError:
-        return False
-    return True
+                meshes += meshes_with(axis, kind, topology)
+        means = kind.fields["replica_mean"].choices if "replica_mean" in kind.fields else ("",)
+        for mesh, remat, mean in itertools.product(meshes, builder.remats, means):
+            yield Candidate(strategy, mesh, 1, remat, "", mean)
 
 
 def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[Outcome[Candidate]]:

@@ -121,6 +121,24 @@ FIELDS: Mapping[str, Field] = {
         default=16.0,
         meaning="The product of an adapter's matrices is multiplied by this number over the rank.",
     ),
+    "model.lora_rank_stabilized": Field(
+        bool,
+        default=False,
+        meaning="Whether lora_alpha is divided by the square root of the rank (rsLoRA).",
+    ),
+    "model.adapter": Field(
+        str,
+        default="",
+        meaning="A directory of the library peft with the LoRA adapters to begin with; it sets the "
+        "fields model.lora*. '' for none.",
+    ),
+    "model.nf4": Field(
+        tuple,
+        holds_names=True,
+        default=(),
+        expected="a tuple of globs such as ('*kernel:64',)",
+        meaning="As int8, in NF4, which takes half the bytes.",
+    ),
     "model.int8": Field(
         tuple,
         holds_names=True,

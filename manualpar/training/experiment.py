@@ -27,6 +27,7 @@ from manualpar.models.transformer_fields import size_of_vocabulary
 from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.strategies.fields import fields_of_manual_mode, values_of_options
 from manualpar.training.config import check_config, complete_config, flatten_config, is_own
+from manualpar.training.division import Division, EarlierDivision, divide_batch
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.model_flops import flops_of_example
 from manualpar.training.monitoring.profiling import parse_profile
@@ -56,13 +57,15 @@ DATA_AXES = ("replica", "data", "data_minor", EXPERT_AXIS)
 class Experiment(NamedTuple):
     """Everything that a run needs; nothing is compiled yet.
 
-    `chosen` holds the program's compiler options and the reason for them.
+    `division` says how the batch is divided, and `chosen` holds the program's compiler options and
+    the reason for them.
     """
 
     config: ml_collections.ConfigDict
     task: Task
     schedule: optax.Schedule | None
     program: Program
+    division: Division
     chosen: ChosenOptions = ChosenOptions()
 
     def __repr__(self) -> str:
@@ -75,6 +78,7 @@ def prepare(
     devices: Sequence[jax.Device] | int | None = None,
     task: Task | None = None,
     tracing: contextlib.AbstractContextManager[object] | None = None,
+    earlier: EarlierDivision | None = None,
 ) -> Experiment:
     """Checks a config, and builds the task and the program that it describes.
 
@@ -86,6 +90,7 @@ def prepare(
         program is traced for that number of devices and cannot run.
       task: The model, loss and data; by default `make_task(config)`.
       tracing: A context in which the program is traced, for example to show that this takes long.
+      earlier: The division of the batch in the checkpoint that the run goes on from.
 
     Raises:
       ValueError: A field is not allowed, or contradicts another field or the devices. The message
@@ -98,7 +103,7 @@ def prepare(
     task = task or make_task(config)
     check_evaluated(config, task)
     schedule = None if task.optimizer else make_schedule(config)
-    program, chosen = _build(config, task, schedule, devices, tracing)
+    program, chosen, division = _build(config, task, schedule, devices, tracing, earlier)
     if not isinstance(program, Program):
         raise TypeError(
             f"the builder of config.parallel.strategy={config.parallel.strategy!r} returned "
@@ -122,7 +127,7 @@ def prepare(
     _check_best_metric(config, task, program)
     flops = flops_of_example(task, fine_tuned(task.model, config.model), program)
     task = dataclasses.replace(task, flops_per_example=flops)
-    return Experiment(config, task, schedule, program, chosen)
+    return Experiment(config, task, schedule, program, division, chosen)
 
 
 def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: Program) -> None:
@@ -167,8 +172,9 @@ def _build(
     schedule: optax.Schedule | None,
     devices: Sequence[jax.Device] | int | None,
     tracing: contextlib.AbstractContextManager[object] | None = None,
-) -> tuple[Program, ChosenOptions]:
-    """Builds the program, and returns it with its compiler options."""
+    earlier: EarlierDivision | None = None,
+) -> tuple[Program, ChosenOptions, Division]:
+    """Builds the program, and returns it with its compiler options and its batch's division."""
     optimizer, parallel = config.optimizer, config.parallel
     own = is_own(config.model.name)
     axes = _mesh_axes(parallel, is_split=own or isinstance(task.model, Transformer))
@@ -201,14 +207,8 @@ def _build(
             "too, such as options={'pipeline': manualpar.Pipeline()}; or leave out the axis."
         )
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
-    along, devices = " and ".join(map(repr, data_axes)), axes_size(mesh, data_axes)
-    parts = devices * optimizer.num_minibatches
-    if config.data.batch_size % parts:
-        raise ValueError(
-            f"config.data.batch_size is {config.data.batch_size}, expected a multiple of {parts}, "
-            f"the {devices} devices along {along or repr('data')} times "
-            f"config.optimizer.num_minibatches={optimizer.num_minibatches}."
-        )
+    division = divide_batch(config, data_axes, axes_size(mesh, data_axes), earlier)
+    values["optimizer.num_minibatches"] = division.minibatches
     tx = make_optimizer(config, schedule) if schedule else task.optimizer
     assert tx is not None, "a task without an optimizer has a schedule"
     if optimizer.ema_decay and not kind.is_exact:
@@ -245,7 +245,7 @@ def _build(
         program = kind.builder(
             model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
         )
-    return program, chosen
+    return program, chosen, division
 
 
 def _options_of(task: Task, kind: StrategyKind, *, decided: Collection[str]) -> Mapping[str, Any]:

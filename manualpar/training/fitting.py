@@ -20,13 +20,14 @@ from manualpar.system.storage import AnyPath, as_path
 from manualpar.training.agreed_facts import experiment_facts, run_facts
 from manualpar.training.config import OWN, complete_config, fields_of, flatten_config
 from manualpar.training.config_files import named_config
+from manualpar.training.division import read_earlier
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import prepare
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.run import run
 from manualpar.training.task import Task
-from manualpar.training.workdir import RUNS, check_folder, choose_workdir
+from manualpar.training.workdir import FOLDER, RUNS, check_folder, choose_workdir
 
 # Fields of `config.optimizer` that also apply to a user's optimizer.
 OF_ANY_OPTIMIZER = ("optimizer.num_minibatches", "optimizer.ema_decay")
@@ -122,7 +123,8 @@ def fit(
             if isinstance(dataset.train, BatchStream) and "data.batch_size" not in given:
                 given["data.batch_size"] = _rows(dataset.train)
             filled = _fill(given)
-            experiment = prepare(filled, task=task, tracing=show_tracing(console))
+            earlier = None if folder is None else read_earlier(folder / FOLDER)
+            experiment = prepare(filled, task=task, tracing=show_tracing(console), earlier=earlier)
             if cluster.num_processes > 1:
                 cluster.agree(experiment_facts(experiment))
             check_fits(experiment)

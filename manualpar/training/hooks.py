@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from manualpar.core.state.train_state import TrainState
-from manualpar.system.cluster.agreement import gather
+from manualpar.system.cluster.agreement import any_process
 from manualpar.system.storage import AnyPath
 
 JSON = Any
@@ -93,14 +93,14 @@ class Hooks:
         """Returns whether a hook of any process wants to end the training.
 
         Communication:
-          See `gather`; none if nothing was reported since the last call.
+          See `any_process`; none if nothing was reported since the last call.
         """
         asked, had_news = self._methods("should_stop"), self._has_news
         self._has_news = False
         if not asked or not had_news:
             return False
         answers = [each() for each in asked]
-        return any(gather(any(answers)))
+        return any_process(any(answers))
 
     def state(self) -> list[list[JSON]]:
         """Returns the name of each hook's class with its state, for those that have one."""

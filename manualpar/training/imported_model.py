@@ -5,7 +5,7 @@ the directory's tokenizer, unless `config.data.tokenizer` names another. The fie
 before the config is checked, so that all code that reads the config finds the imported model.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ from manualpar.core.program.load_state import Missing
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import UsageError
-from manualpar.models.pretrained import load, read_architecture
+from manualpar.models import Transformer
+from manualpar.models.flat_fields import nest_fields
+from manualpar.models.pretrained import load, load_peft, lora_of_peft, read_architecture
 from manualpar.models.pretrained.architecture import DEFAULTS
 from manualpar.models.pretrained.directory import model_directory
 from manualpar.models.pretrained.model_config import SAID
@@ -40,6 +42,12 @@ def fill_from_hf(
     model = config.get("model")
     directory = model.get("from_hf", "") if isinstance(model, ml_collections.ConfigDict) else ""
     if not directory or not isinstance(directory, str):
+        adapter = model.get("adapter", "") if isinstance(model, ml_collections.ConfigDict) else ""
+        if adapter:
+            raise ValueError(
+                f"config.model.adapter is {adapter!r} and config.model.from_hf is {directory!r}, "
+                "expected the directory of the base model in config.model.from_hf."
+            )
         return config
     path = model_directory(directory, weights=False)
     fields = {name: value for name, value in DEFAULTS.items() if name in SAID}
@@ -54,6 +62,8 @@ def fill_from_hf(
     config = config.copy_and_resolve_references().unlock()
     for name, value in fields.items():
         config.model[name] = value
+    if adapter := config.model.get("adapter", ""):
+        config.model.update(_fields_of_adapter(config, fields, adapter))
     if not config.data.get("tokenizer"):
         if not (path / "tokenizer.json").exists():
             raise ValueError(
@@ -62,6 +72,23 @@ def fill_from_hf(
             )
         config.data.tokenizer = directory
     return config.lock()
+
+
+def _fields_of_adapter(
+    config: ml_collections.ConfigDict, fields: Mapping[str, Any], adapter: str
+) -> dict[str, Any]:
+    """Returns the fields of `config.model` that describe the adapters in a directory of peft.
+
+    Raises:
+      ValueError: The directory has something that `lora` has not.
+    """
+    layout = {"scan_layers": config.model.get("scan_layers", True)}
+    found = lora_of_peft(Transformer(**nest_fields({**fields, **layout})), adapter)
+    return {
+        "lora": tuple(f"{glob}:{rank}" for glob, rank in found.targets),
+        "lora_alpha": found.alpha,
+        "lora_rank_stabilized": found.rank_stabilized,
+    }
 
 
 def initial_state(
@@ -94,6 +121,11 @@ def initial_state(
         loaded = load(program, directory, key, missing=missing)
     except ValueError as error:
         raise UsageError(f"config.model.from_hf: {error}") from error
+    if adapter := config.model.get("adapter", ""):
+        try:
+            loaded = loaded._replace(state=load_peft(program, loaded.state, adapter))
+        except ValueError as error:
+            raise UsageError(f"config.model.adapter: {error}") from error
     report(
         f"read {describe_bytes(loaded.bytes_read)} of {loaded.tensors} tensors from {directory} in "
         f"{loaded.seconds:.1f} s"

@@ -27,7 +27,7 @@ from manualpar.data.tokenizer import Tokenizer
 from manualpar.errors import UsageError
 from manualpar.models import Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
-from manualpar.models.pretrained import load_hf, read_architecture
+from manualpar.models.pretrained import load_hf, load_peft, lora_of_peft, read_architecture
 from manualpar.models.pretrained.directory import model_directory
 from manualpar.strategies import FSDP, strategy_kinds
 from manualpar.strategies.fields import fields_of_manual_mode
@@ -116,12 +116,19 @@ def load_run(workdir: AnyPath, *, mesh: Mapping[str, int] | None = None) -> Trai
     )
 
 
-def load_directory(directory: AnyPath, *, mesh: Mapping[str, int] | None = None) -> Trained:
-    """Loads a Hugging Face model from a directory, see `load_hf`; `mesh` is as in `load_run`.
+def load_directory(
+    directory: AnyPath, *, mesh: Mapping[str, int] | None = None, adapter: AnyPath | None = None
+) -> Trained:
+    """Loads a Hugging Face model from a directory, see `load_hf`.
+
+    Args:
+      directory: The directory.
+      mesh: As in `load_run`.
+      adapter: A directory of the library peft with LoRA adapters of the model, see `load_peft`.
 
     Raises:
-      ValueError: `Transformer` does not support the model in the directory, or there is no
-        tokenizer.
+      ValueError: `Transformer` does not support the model in the directory, there is no tokenizer,
+        or the adapters do not fit.
 
     Communication:
       None.
@@ -135,15 +142,19 @@ def load_directory(directory: AnyPath, *, mesh: Mapping[str, int] | None = None)
     model = model.clone(experts=experts, split=Split(split))
     tokens = jax.ShapeDtypeStruct((made.size, 16), "int32")
     program = FSDP.builder(
-        model,
+        model if adapter is None else lora_of_peft(model, adapter),
         optax.identity(),
         mixture_of_experts_loss if experts.num_experts else language_model_loss,
         mesh=made,
         batch=Batch(tokens, tokens),
         axis_name=tuple(axis for axis in ("data", EXPERT_AXIS) if axis in made.shape),
     )
-    state = load_hf(program, local)
-    return Trained(program, state, load_tokenizer(str(local)), 0, None, str(directory))
+    if adapter is None:
+        state = load_hf(program, local)
+    else:
+        state = load_peft(program, load_hf(program, local, missing="init"), adapter)
+    described = str(directory) if adapter is None else f"{directory} with {adapter}"
+    return Trained(program, state, load_tokenizer(str(local)), 0, None, described)
 
 
 def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
@@ -197,6 +208,7 @@ def prepare_saved(
     )
     if config.model.get("from_hf"):
         config.model.from_hf = ""  # The saved fields are complete. The directory may be missing.
+    config.model.adapter = ""
     # Nothing is trained, so a warm-up longer than the run does no harm. Older runs had such.
     config.optimizer.warmup_steps = 0
     config.optimizer.num_minibatches = 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import ml_collections
 import rich.console
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
@@ -29,7 +30,8 @@ from manualpar.system.storage import AnyPath, BucketError, mirrored
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import Checkpoints, Restored
 from manualpar.training.checkpoints.saved_state import unpad_whole
-from manualpar.training.config import flatten_config
+from manualpar.training.config import flatten_config, is_own
+from manualpar.training.division import describe_change
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import Experiment
 from manualpar.training.hooks import Hooks
@@ -38,6 +40,12 @@ from manualpar.training.monitoring.profiling import StepProfiler, parse_profile
 from manualpar.training.monitoring.progress import TrainingProgress
 from manualpar.training.monitoring.report import write_report
 from manualpar.training.monitoring.run_files import METRICS_FILE, PLACED_FILES, RunWriter
+from manualpar.training.monitoring.run_times import (
+    COMPILING,
+    RESTORING,
+    TIMES_FILE,
+    TimeLedger,
+)
 from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.monitoring.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.training.monitoring.trackers import start_trackers
@@ -83,11 +91,17 @@ class ResultsTarget(NamedTuple):
 
 
 def run(
-    experiment: Experiment, workdir: AnyPath, *, cluster: Cluster, console: rich.console.Console
+    experiment: Experiment,
+    workdir: AnyPath,
+    *,
+    cluster: Cluster,
+    console: rich.console.Console,
+    times: TimeLedger | None = None,
 ) -> Result:
     """Trains and tests an experiment, and shows the mesh, the layout and the progress.
 
-    If the folder contains checkpoints, the run resumes from the latest checkpoint.
+    If the folder contains checkpoints, the run resumes from the latest checkpoint. `times` began
+    with the process; by default it begins now.
 
     Raises:
       CheckpointError: A checkpoint cannot be read or written.
@@ -95,6 +109,7 @@ def run(
       WriteError: The folder cannot be written to.
       StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Trainer.train`.
     """
+    times = times or TimeLedger()
     with contextlib.ExitStack() as stack:
         failure, check = "", _no_lock
         if cluster.is_main:
@@ -119,7 +134,7 @@ def run(
             checkpoints.check_shared()
         try:
             target = ResultsTarget(workdir, folder, publish)
-            return _run(experiment, target, checkpoints, cluster=cluster, console=console)
+            return _run(experiment, target, checkpoints, times, cluster=cluster, console=console)
         except jax.errors.JaxRuntimeError as error:
             if options := experiment.chosen.options:
                 error.add_note(
@@ -133,6 +148,7 @@ def _run(
     experiment: Experiment,
     target: ResultsTarget,
     checkpoints: Checkpoints,
+    times: TimeLedger,
     *,
     cluster: Cluster,
     console: rich.console.Console,
@@ -143,8 +159,17 @@ def _run(
     workdir, folder, publish = target
     restored: Restored | None = None
     if checkpoints.latest_step() is not None:
-        restored = restore(checkpoints, experiment, workdir, report=say)
+        with times.during(RESTORING):
+            restored = restore(checkpoints, experiment, workdir, report=say)
+            times.at(restored.step)
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
+        for sentence in describe_change(
+            restored.extra.get("division"),
+            experiment.division,
+            batch_size=config.data.batch_size,
+            draws=_draws(config),
+        ):
+            say(sentence)
     position = position_of(restored) if restored else START
     if restored:
         state = restored.state
@@ -175,13 +200,18 @@ def _run(
             publish=publish,
         )
         stack.enter_context(writer)
+        times.write_to(folder / TIMES_FILE if cluster.is_main else None)
+        stack.push(lambda _, error, __: _write_times(times.close, error))
         if cluster.is_main:
             stack.push(lambda _, error, __: _write_report(experiment, target, say, error))
+            flush = functools.partial(times.flush, always=True)
+            stack.push(lambda _, error, __: _write_times(flush, error))
         progress = TrainingProgress(
             console,
             num_steps=config.training.num_steps,
             first_step=position.step,
             state_bytes=state_bytes(program.abstract_state)[0],
+            while_compiling=functools.partial(times.during, COMPILING),
         )
         recorder = Recorder(
             writer,
@@ -196,7 +226,10 @@ def _run(
             recorder.resume(restored.extra["recorder"])
             hooks.restore(restored.extra.get("hooks", []))
         detector = StallDetector(
-            config.watch.stall_seconds, others=cluster.steps, num_processes=cluster.num_processes
+            config.watch.stall_seconds,
+            others=cluster.steps,
+            num_processes=cluster.num_processes,
+            on_over=times.stalled,
         )
         # Only process 0 profiles, because several processes of a host would write to one file.
         profiled = parse_profile(config.profile) if cluster.is_main else range(0)
@@ -212,6 +245,7 @@ def _run(
             profiler,
             report=say,
             hooks=hooks,
+            times=times,
         )
         state = trainer.train(state, position)
         sample = ""
@@ -220,6 +254,22 @@ def _run(
             sample = task.sample(_without_padding(program, shown), jax.random.key(config.seed))
     metrics = {split: recorder.latest(split) for split in SPLITS if recorder.latest(split)}
     return Result(state, metrics, sample)
+
+
+def _draws(config: ml_collections.ConfigDict) -> bool:
+    """Returns whether the loss may draw random numbers; not known of models of the user's own."""
+    values = flatten_config(config)
+    return is_own(config.model.name) or any("dropout" in x and values[x] for x in values)
+
+
+def _write_times(write: Callable[[], None], error: BaseException | None) -> None:
+    """Writes the last times of a run that has ended, perhaps with an error."""
+    try:
+        write()
+    except WriteError as failure:
+        if error is None:
+            raise
+        error.add_note(str(failure))  # The user must see the first error.
 
 
 def _no_lock() -> None:

@@ -35,6 +35,7 @@ from manualpar.models.cross_entropy import (
 )
 from manualpar.models.finetuning.lora import lora
 from manualpar.models.finetuning.quantized import quantized
+from manualpar.models.finetuning.stored_codes import Code
 from manualpar.models.flat_fields import nest_fields
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.transformer_fields import flops_per_token
@@ -44,7 +45,7 @@ from manualpar.training.named_function import find_function
 # For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6
 # The fields of `config.model` that `fine_tuned` uses. The model takes the others as arguments.
-FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
+FINE_TUNING_FIELDS = ("lora", "lora_alpha", "lora_rank_stabilized", "adapter", "int8", "nf4")
 # The mesh axes of tensor, expert, context and pipeline parallelism, in this order.
 SPLIT_AXIS, EXPERT_AXIS, CONTEXT_AXIS, STAGE_AXIS = "model", "expert", "context", "stage"
 
@@ -255,17 +256,23 @@ def split_of(config: ml_collections.ConfigDict) -> Split:
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
-    """Adds LoRA and int8 weights to a model; returns the model unchanged if the config has neither.
+    """Adds LoRA and quantized weights to a model; returns it unchanged if the config has neither.
 
     `config` is the group `config.model` of a config.
 
     Raises:
-      ValueError: An entry of `lora` or `int8` is not `glob:number`, or repeats a glob. Or
-        `lora_alpha` is 0.
+      ValueError: An entry of `lora`, `int8` or `nf4` is not `glob:number`, or repeats a glob. Both
+        `int8` and `nf4` have entries. Or `lora_alpha` is 0.
     """
+    if config.int8 and config.nf4:
+        raise ValueError(
+            f"config.model.nf4 is {config.nf4!r} and config.model.int8 is {config.int8!r}, "
+            "expected only one of them; leave one empty."
+        )
+    code: Code = "nf4" if config.nf4 else "int8"
     blocks = _numbers_by_glob(
-        "int8",
-        config.int8,
+        code,
+        config.nf4 or config.int8,
         "a glob on parameter paths and a block length of at least 1, such as '*kernel:64'",
     )
     ranks = _numbers_by_glob(
@@ -273,7 +280,7 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
         config.lora,
         "a glob on module paths and a rank of at least 1, such as '*/attention/query:8'",
     )
-    tuned: Any = quantized(model, blocks) if blocks else model
+    tuned: Any = quantized(model, blocks, code=code) if blocks else model
     if not ranks:
         return tuned
     if not config.lora_alpha:
@@ -281,7 +288,7 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
             "config.model.lora_alpha is 0, expected a number above 0, such as twice the rank, "
             "because the output of an adapter is multiplied by lora_alpha / rank."
         )
-    return lora(tuned, ranks, alpha=config.lora_alpha)
+    return lora(tuned, ranks, alpha=config.lora_alpha, rank_stabilized=config.lora_rank_stabilized)
 
 
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:

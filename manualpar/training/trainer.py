@@ -22,12 +22,14 @@ from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.state.train_state import TrainState
 from manualpar.data import BatchStream, evaluation_batches, train_batches
 from manualpar.system.cluster import UNWATCHED, Cluster
-from manualpar.system.cluster.agreement import gather
+from manualpar.system.cluster.agreement import gather_in_first
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.experiment import Experiment
 from manualpar.training.hooks import Hooks
+from manualpar.training.monitoring import run_times
 from manualpar.training.monitoring.profiling import StepProfiler
 from manualpar.training.monitoring.run_files import RunWriter
+from manualpar.training.monitoring.run_times import TimeLedger
 from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.recorder import NonFiniteError, Recorder
 from manualpar.training.replicas import ReplicaError, ReplicaSentinel
@@ -79,6 +81,7 @@ class Trainer:
     profiler: StepProfiler
     report: Callable[[str], None]  # Called with a sentence for the user.
     hooks: Hooks = dataclasses.field(default_factory=Hooks)
+    times: TimeLedger = dataclasses.field(default_factory=TimeLedger)
     _actions: list[_Scheduled] = dataclasses.field(default_factory=list)
     _saving: list[int] = dataclasses.field(default_factory=list)  # Steps not yet on disk.
 
@@ -110,13 +113,16 @@ class Trainer:
             # their phases are no longer compared.
             stack.callback(self.cluster.enter, UNWATCHED)
             last = config.training.num_steps
+            self.times.enter(run_times.TRAINING)
             try:
                 state = self._run_and_roll_back(state, position)
             except EndedEarlyError as error:
                 self.report(str(error))
                 state, last = error.state, error.step
             if self.experiment.task.dataset.test is not None:
-                self._evaluate_on("test", state, last)
+                with self.times.during(run_times.EVALUATING):
+                    self._evaluate_on("test", state, last)
+            self.times.enter(run_times.ENDING)
             self.cluster.enter("finishing")
             self.recorder.drain()
             if self._saving and self.hooks.have("on_checkpoint"):
@@ -158,11 +164,15 @@ class Trainer:
                 self.profiler.before(step, state)
                 call = self.experiment.program.step_at(step)
                 state, metrics = self.recorder.screen.call("training step", call, state, batch)
+                self.times.at(step)
                 self.profiler.after(step, state)
                 self.cluster.enter(BETWEEN_STEPS)
                 is_last = step == num_steps
-                self.recorder.put("train", step, metrics, report=is_last or step % log_every == 0)
+                is_reported = is_last or step % log_every == 0
+                self.recorder.put("train", step, metrics, report=is_reported)
                 self.detector.beat(step)
+                if is_reported:
+                    self.times.flush()
                 for each in self._actions:
                     if step % each.steps == 0 or (is_last and each.at_end):
                         each.action(state, position)
@@ -213,7 +223,7 @@ class Trainer:
         if config.training.on_nonfinite != "rollback" or not config.checkpoint.every_steps:
             return None
         self.cluster.enter("going back to a checkpoint")
-        with self.recorder.leave_out(), self.detector.during("going back to a checkpoint"):
+        with self._not_training(run_times.RESTORING, "going back to a checkpoint"):
             self.checkpoints.wait()
             if self.checkpoints.latest_step() is None:
                 return None
@@ -222,6 +232,7 @@ class Trainer:
             self.recorder.resume(restored.extra["recorder"])
             self.hooks.restore(restored.extra.get("hooks", []))
             self.writer.go_back(restored.extra["files"], step=restored.step, report=self.report)
+            self.times.at(restored.step)
         return restored.state, position_of(restored)
 
     def _replica_check(self) -> Action:
@@ -233,7 +244,7 @@ class Trainer:
             self.cluster.enter("comparing replicas")
             jax.block_until_ready(state)
             try:
-                with self.recorder.leave_out(), self.detector.during("comparing replicas"):
+                with self._not_training(run_times.COMPARING, "comparing replicas"):
                     sentinel.check(state)
             except ReplicaError as error:
                 self.recorder.drain()
@@ -241,8 +252,15 @@ class Trainer:
 
         return check
 
+    @contextlib.contextmanager
+    def _not_training(self, what: str, work: str) -> Iterator[None]:
+        """Does `work` in the context: its time counts as `what`, and not in the rates."""
+        with self.recorder.leave_out(), self.detector.during(work), self.times.during(what):
+            yield
+
     def _evaluate(self, state: TrainState, position: Position) -> None:
-        self._evaluate_on("eval", state, position.step)
+        with self.times.during(run_times.EVALUATING):
+            self._evaluate_on("eval", state, position.step)
         self.cluster.enter(BETWEEN_STEPS)
 
     def _evaluate_on(self, split: str, state: TrainState, step: int) -> None:
@@ -276,6 +294,8 @@ class Trainer:
         is_last = step == config.training.num_steps
         ends = self.hooks.should_stop() and not is_last
         is_end = stops or ends or is_last
+        if stops:
+            self.times.enter(run_times.STOPPING)
         saves = self._is_due(step) or (config.checkpoint.every_steps > 0 and is_end)
         if saves:
             self.save(state, position)
@@ -298,7 +318,7 @@ class Trainer:
         # `Checkpoints` has a shorter limit, so that its more precise error is raised first.
         limit = self.checkpoints.longest_save + EXTRA_SECONDS
         self.cluster.enter(work, limit=limit, varies=True)
-        with self.recorder.leave_out(), self.detector.during(work):
+        with self._not_training(run_times.SAVING, work):
             self.checkpoints.wait()
         while self._saving:
             step = self._saving.pop(0)
@@ -318,7 +338,7 @@ class Trainer:
         self._wait_for_checkpoint()
         work = f"saving in {self.checkpoints.folder}"
         self.cluster.enter(work, limit=self.checkpoints.longest_save)
-        with self.recorder.leave_out(), self.detector.during(work):
+        with self._not_training(run_times.SAVING, work):
             dataset = self.experiment.task.dataset
             extra = {
                 "position": position.examples,
@@ -327,9 +347,10 @@ class Trainer:
                 "recorder": self.recorder.state(),
                 "files": self.writer.place(),
                 "hooks": self.hooks.state(),
+                "division": list(self.experiment.division),
             }
             if isinstance(dataset.train, BatchStream):
-                extra["stream"] = gather(dataset.train.state())
+                extra["stream"] = gather_in_first(self.cluster, dataset.train.state())
             self.checkpoints.save(
                 self.experiment.program,
                 state,

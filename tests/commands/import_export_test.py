@@ -7,7 +7,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from configs import fsdp
 from manualpar.commands.import_export import export_main
@@ -156,3 +158,50 @@ def test_a_run_of_no_language_model_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     assert export_main(["", f"--workdir={tmp_path}", f"--to={tmp_path / 'out'}"]) == 2
     assert "a run of config.model.name='classifier', expected 'tran" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_adapters_of_peft_come_with_a_model_and_leave_without_it(tmp_path):
+    theirs, adapters, work = tmp_path / "theirs", tmp_path / "adapters", tmp_path / "run"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps(CONFIG))
+    make_tokenizer(theirs / "tokenizer.json", 20)
+    params = jax.jit(llama(theirs).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))["params"]
+    write(theirs, tensors_of(params))
+    adapters.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "use_rslora": True}
+    (adapters / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.lm_head.lora_{}.weight"
+    rows, features = tensors_of(params)["lm_head.weight"].shape
+    given = {
+        name.format("A"): np.full((2, features), 0.5, np.float32),
+        name.format("B"): np.outer(np.arange(rows), [1, 1]).astype(np.float32),
+    }
+    save_file(given, adapters / "adapter_model.safetensors")
+    text = tmp_path / "text.txt"
+    text.write_text("w2 w3 w4 w5\n" * 3000)
+    fields = {"data.path": text, "data.sequence_length": 16, "sample.num_tokens": 0}
+    flags = [f"--{name}={value}" for name, value in fields.items()]
+    command = ["-m", "manualpar"]
+    taken = [*command, "import", theirs, f"--workdir={work}", f"--model.adapter={adapters}"]
+    assert f"--model.adapter={adapters}" in run(*taken, *flags)
+    back = tmp_path / "back"
+    assert "wrote the adapters of step 0" in run(
+        *command, "export", f"--workdir={work}", f"--output={back}", "--adapter", "--devices=1"
+    )
+    found = load_file(back / "adapter_model.safetensors")
+    assert found.keys() == given.keys()
+    for key, x in given.items():
+        np.testing.assert_array_equal(found[key], x)
+    written = json.loads((back / "adapter_config.json").read_text())
+    assert {key: written[key] for key in config} == config
+
+    def answer(*flags):
+        lines = run(*asked, *flags).splitlines()
+        return next(line for line in lines if line.startswith("w2 w3"))
+
+    asked = [*command, "generate", "--prompt=w2 w3", "--max-tokens=6", "--devices=1"]
+    adapted = answer(f"--hf={theirs}", f"--adapter={back}")
+    assert answer(f"--workdir={work}") == adapted != answer(f"--hf={theirs}")
+    said = run(*asked, f"--workdir={work}", f"--adapter={back}", code=2)
+    assert f"--adapter={back} without --hf, expected the base model in --hf" in said

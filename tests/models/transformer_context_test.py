@@ -73,6 +73,25 @@ def test_a_split_sequence_is_the_same_as_one_device(build, mesh, fields, options
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("build", "mesh", "fields"),
+    [
+        ("fsdp", "2x4", {"num_kv_heads": 4}),
+        ("fsdp", "4x2", {"remat": "full"}),
+        ("dp", "1x8", {"num_kv_heads": 1, "scan_layers": False}),
+        ("hsdp", "replicas", {}),
+    ],
+)
+def test_sequences_of_global_arrays_are_split(mode, build, mesh, fields, devices8):
+    """Each device attends for some heads, or for all if the axis does not divide the key heads."""
+    del devices8
+    model = with_fields(SMALL, **fields)
+    program = _build(build, model, MESHES[mesh], mode=mode)
+    assert_same_as_plain_flax(program, model, _batch)
+
+
+@pytest.mark.slow
 def test_where_xla_divides_work_sequences_divide_no_examples(devices8):
     """Two devices along the batch have three examples each, and four share each sequence."""
     batch = jax.tree.map(lambda x: x[2:], _batch())

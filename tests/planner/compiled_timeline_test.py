@@ -12,6 +12,10 @@ The texts in `data/tpu` are programs without the tables of stack frames, all but
   that permutes.
 - `padded_v5e_2x4`: what became of scattering a gradient `[11008, 4096]`, an excerpt: it is padded
   so that a chip gets whole tiles, 1440 rows and not 1376, and then shifted to where it belongs.
+
+libtpu 0.0.52 wrote `sparse_core_v6e_4x4`, after it had generated code: a scan of 8 layers of one
+product and its gradient, with the options for v6e. SparseCores gather and scatter, in operations
+that jaxlib 0.10.2 refuses to read.
 """
 
 import re
@@ -70,6 +74,18 @@ def test_fused_collective_is_asynchronous_and_the_product_it_is_fused_with_lies_
     assert second.is_async
     assert second.cycles_between > PRODUCT_CYCLES
     assert gathers.num_carried == 0
+
+
+def test_a_sparse_core_gathers_and_scatters_while_layers_compute() -> None:
+    timeline = read(text_of("sparse_core_v6e_4x4"), {"data": 16})
+    found = {(x.collective.kind, x.collective.axes): x for x in timeline.collectives}
+    assert set(found) == {("all_gather", ("data",)), ("reduce_scatter", ("data",))}
+    for x in found.values():
+        assert x.collective.times == 8
+        assert x.collective.bytes_sent == 8 * 15 * 256 * 4096 * 2
+        assert x.is_async
+    # The products of a layer are of 2048 x 4096 x 4096; a chip multiplies 2 x 256 x 256 a cycle.
+    assert timeline.compute_seconds > 8 * 2 * (2048 * 4096 * 4096) / (2 * 256 * 256)
 
 
 def test_estimates_are_of_compute_alone() -> None:

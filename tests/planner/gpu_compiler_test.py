@@ -113,7 +113,7 @@ def test_step_is_compiled_for_a_topology(config: ConfigDict, topology: str) -> N
 @needs_compiler
 @pytest.mark.slow
 def test_planned_memory_is_near_the_compiled_memory(config: ConfigDict) -> None:
-    """Eight layers of width 2,048: the compiled temporaries are 1,187 MiB, the planned ones 889."""
+    """Eight layers of width 2,048: the compiled temporaries are 1,046 MiB, the planned ones 889."""
     model = {"num_layers": 8, "hidden_size": 2048, "mlp_size": 8192}
     config.model.update(model | {"num_heads": 16, "num_kv_heads": 16})
     config.data.sequence_length, config.data.batch_size = 2048, 8
@@ -123,7 +123,7 @@ def test_planned_memory_is_near_the_compiled_memory(config: ConfigDict) -> None:
     with tracing_for(chip.device):
         program = prepare_planned(config, devices=8, vocab_size=32_000).program
         planned = step_memory(program, platform="gpu")
-    assert planned.peak == pytest.approx(compiled.peak_bytes, rel=0.18)
+    assert planned.peak == pytest.approx(compiled.peak_bytes, rel=0.1)
 
 
 @needs_compiler

@@ -6,18 +6,10 @@ import math
 import ml_collections
 import pytest
 
+from manualpar.planner.candidate_meshes import group_sizes, mesh_like, split_sizes
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import has_kernel
-from manualpar.planner.sweep import (
-    Builder,
-    Candidate,
-    _bases,
-    group_sizes,
-    mesh_like,
-    scaling_curves,
-    split_sizes,
-    sweep,
-)
+from manualpar.planner.sweep import Builder, Candidate, _bases, scaling_curves, sweep
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
@@ -50,7 +42,10 @@ def test_the_fastest_that_fits_is_first_and_its_own_program_was_traced(outcomes)
 
 def test_every_strategy_mesh_minibatch_and_dtype_is_there_once(outcomes):
     names = [each.candidate for each in outcomes]
-    keys = {(x.strategy, tuple(x.mesh.items()), x.num_minibatches, x.gather_dtype) for x in names}
+    keys = {
+        (x.strategy, tuple(x.mesh.items()), x.num_minibatches, x.gather_dtype, x.replica_mean)
+        for x in names
+    }
     assert len(keys) == len(names)
     assert {x.strategy for x in names} == {"dp", "zero1", "zero2", "fsdp", "hsdp"}
     assert {x.gather_dtype for x in names} == {"", "bfloat16"}
@@ -59,6 +54,8 @@ def test_every_strategy_mesh_minibatch_and_dtype_is_there_once(outcomes):
     assert {x.num_minibatches for x in names if x.strategy == "fsdp"} == {1, 2, 4}
     assert {x.num_minibatches for x in names if x.strategy == "zero2"} == {2, 4}
     assert {tuple(x.mesh.values()) for x in names if x.strategy == "hsdp"} == {(2, 8)}
+    assert {x.replica_mean for x in names if x.strategy == "hsdp"} == {"step", "backward"}
+    assert {x.replica_mean for x in names if x.strategy != "hsdp"} == {""}
 
 
 def test_a_plan_of_a_candidate_is_that_of_its_own_program(builder, outcomes):
@@ -73,6 +70,25 @@ def test_a_plan_of_a_candidate_is_that_of_its_own_program(builder, outcomes):
     assert scaled.plan.bytes_sent == pytest.approx(
         float(sum(x.bytes_sent for x in work.collectives))
     )
+
+
+def test_a_mean_in_the_backward_pass_hides_behind_it(outcomes):
+    plans = {
+        x.candidate.replica_mean: x.plan
+        for x in outcomes
+        if (x.candidate.strategy, x.candidate.num_minibatches) == ("hsdp", 2)
+        and not x.candidate.gather_dtype
+    }
+
+    def between_nodes(plan):
+        found = [x for x in plan.collectives if x.axes == ("replica",)]
+        return sum(x.bytes_sent for x in found), sum(x.hidden_seconds for x in found)
+
+    sent, hidden = between_nodes(plans["step"])
+    assert hidden == 0
+    again, hidden = between_nodes(plans["backward"])
+    assert hidden > 0
+    assert again == 2 * sent  # Once in each minibatch.
 
 
 def test_what_does_not_fit_comes_last_and_says_why(builder):
@@ -121,9 +137,8 @@ def test_a_curve_has_as_many_examples_on_each_device(builder, monkeypatch):
 
 def test_meshes_of_other_strategies_are_flat():
     topology = parse_topology("v5e:4x8")
-    assert mesh_like(Candidate("dp", {}, 1, "", ""), topology) == {"data": 32}
-    two = Candidate("hsdp", {"replica": 2, "data": 2}, 1, "", "")
-    assert mesh_like(two, topology) == {"replica": 4, "data": 8}
+    assert mesh_like({}, topology) == {"data": 32}
+    assert mesh_like({"replica": 2, "data": 2}, topology) == {"replica": 4, "data": 8}
 
 
 @pytest.fixture(scope="module")
@@ -211,13 +226,13 @@ def test_layers_are_split_over_parts_of_a_node(language_builder, builder):
     assert split == [
         *(("dp", sizes) for sizes in [(8, 2), (4, 4), (2, 8)]),
         *(("fsdp", sizes) for sizes in [(8, 2), (4, 4), (2, 8)]),
-        *(("hsdp", sizes) for sizes in [(2, 4, 2), (2, 2, 4)]),
+        # The mean over replicas, after the backward pass or in it.
+        *(("hsdp", sizes) for sizes in [(2, 4, 2), (2, 4, 2), (2, 2, 4), (2, 2, 4)]),
     ]
     assert not any("model" in x.mesh for x in _bases(topology, builder))  # A classifier.
-    hsdp = Candidate("hsdp", {"replica": 2, "data": 2, "model": 4}, 1, "", "")
+    hsdp = {"replica": 2, "data": 2, "model": 4}
     assert mesh_like(hsdp, parse_topology("h100:32")) == {"replica": 4, "data": 2, "model": 4}
-    fsdp = Candidate("fsdp", {"data": 1, "model": 16}, 1, "", "")
-    assert mesh_like(fsdp, parse_topology("h100:8")) is None
+    assert mesh_like({"data": 1, "model": 16}, parse_topology("h100:8")) is None
 
 
 def test_experts_are_divided_over_parts_of_a_node(language_builder):
@@ -237,7 +252,7 @@ def test_experts_are_divided_over_parts_of_a_node(language_builder):
     found = builder.outcome(four, topology)
     assert found.reason == ""
     assert {x.axes for x in found.plan.collectives if x.kind == "all_to_all"} == {("expert",)}
-    assert mesh_like(four, parse_topology("h100:32")) == {"data": 8, "expert": 4}
+    assert mesh_like(four.mesh, parse_topology("h100:32")) == {"data": 8, "expert": 4}
 
 
 def test_a_sweep_says_why_layers_cannot_be_split(language_builder):

@@ -3,13 +3,15 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
 from manualpar.planner.compiler_process import CompilerError, run_compiler
-from manualpar.planner.compiler_worker import is_out_of_hbm
+from manualpar.planner.compiler_worker import is_out_of_hbm, text_of
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import kernel_efficiency
 from manualpar.planner.tpu_compiler import TPU, compile_for_tpu
@@ -148,6 +150,32 @@ def test_what_does_not_fit_says_by_how_much(
 )
 def test_memory_that_is_lacking_is_hbm_or_another(message: str, is_hbm: bool) -> None:
     assert is_out_of_hbm(message) == is_hbm
+
+
+class _Unread:
+    """A compiled program that jaxlib cannot read."""
+
+    def as_text(self) -> str:
+        raise jax.errors.JaxRuntimeError("RET_CHECK failure: async-update instruction")
+
+
+def test_a_program_that_jaxlib_cannot_read_is_read_from_the_compilers_files(
+    tmp_path: Path,
+) -> None:
+    unread: Any = _Unread()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="async-update"):
+        text_of(unread, tmp_path)
+    for name, text in (("1.after_codegen", "the step"), ("2.after_codegen", "aux"), ("1.x", "y")):
+        (tmp_path / f"module_000{name}.txt").write_text(text, encoding="utf-8")
+    assert text_of(unread, tmp_path) == "the step"
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_step_of_sparse_cores_is_read(config: ConfigDict) -> None:
+    plan = compile_for_tpu(config, "v6e:2x4", vocab_size=512)
+    assert plan.fits
+    assert {"all_gather", "reduce_scatter"} <= {x.kind for x in plan.collectives if x.is_async}
 
 
 @needs_libtpu

@@ -7,16 +7,26 @@ how the work is divided by rounding alone, and on the examples, which stay the s
 import json
 import re
 import shutil
+import signal
+import time
 
 import pytest
 
+from manualpar.training.monitoring.run_record import read_run
+from manualpar.training.monitoring.run_times import add_up
 from tests.runs.small_runs import (
     assert_close_metrics,
     checkpoint_arrays,
     complete_steps,
     resumed_from,
     run_here,
+    start,
+    start_cluster,
+    start_launcher,
+    wait_for_checkpoint,
+    wait_for_step,
 )
+from tests.system.cluster.processes import lines_of_ours
 
 EXACT = (
     "--config.model.dropout_rate=0.0",
@@ -115,6 +125,89 @@ def test_a_language_model_goes_on_with_split_layers(tmp_path, capsys, devices8):
     capsys.readouterr()
     output = goes_on(runs, tmp_path / "on", changes, capsys, also=tiny, config="tp_lm.py")
     assert "fsdp on 8 devices (data=2 x model=4)" in output
+
+
+def divided(now, before):
+    """The sentence about a division that has changed."""
+    return (
+        f"the 48 examples of a step are divided as {now} (devices x minibatches x examples), "
+        f"before as {before}: they are the same examples, whose sums are added in another order"
+    )
+
+
+@pytest.mark.slow
+def test_four_processes_come_back_as_three_and_then_as_four(processes, tmp_path, devices8):
+    steady = (
+        "--config.model.dropout_rate=0.0",
+        "--config.model.dtype=float32",
+        "--config.data.batch_size=48",
+        "--mesh=data=-1",
+        "--config.training.log_every_steps=1",
+        "--config.training.eval_every_steps=8",
+        "--config.checkpoint.every_steps=8",
+        "--config.watch.lost_seconds=5",
+    )
+    last = "--config.training.num_steps=24"
+    assert run_here(tmp_path / "undisturbed", *steady, last) == 0
+    workdir = tmp_path / "run"
+    began = start_cluster(processes, workdir, *steady, last, count=4, devices=2, slow=10)
+    wait_for_step(began[0], 11)
+    wait_for_checkpoint(workdir, 8)
+    began[3].send(signal.SIGKILL)
+    for process in began[:3]:
+        assert process.wait() == 4, process.err
+        assert "process 3 on " in process.err
+    saved = complete_steps(workdir)
+    assert saved == [8]
+
+    def go_on(count, steps):
+        more = [f"--config.training.num_steps={steps}"]
+        run = start_launcher(processes, workdir, *steady, *more, count=count, devices=2)
+        assert run.wait() == 0, run.err
+        said = lines_of_ours(run.out)
+        (sentence,) = [line for line in said if "examples of a step are divided" in line]
+        return resumed_from(run.out), sentence
+
+    eight, six = "8 devices x 1 x 6", "6 devices x 2 x 4"
+    assert go_on(3, 16) == (8, f"[0] {divided(six, eight)}")
+    assert go_on(4, 24) == (16, f"[0] {divided(eight, six)}")
+    assert_close_metrics(workdir, tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_a_run_comes_back_with_six_of_eight_devices_and_says_where_its_time_went(
+    processes, tmp_path, capsys, devices8
+):
+    workdir = tmp_path / "run"
+    own = ["--config.data.batch_size=48", "--mesh=data=-1", "--config.checkpoint.every_steps=8"]
+    assert run_here(workdir, *own, "--config.training.num_steps=12") == 0
+    run = start(processes, workdir, *own, "--config.training.num_steps=20", devices=6)
+    assert run.wait() == 0, run.err
+    assert resumed_from(run.out) == 12
+    drawn = ", but other random numbers are drawn for them (dropout masks)\n"
+    eight, six = "8 devices x 1 x 6", "6 devices x 2 x 4"
+    assert f"\n{divided(six, eight)}{drawn}" in run.out
+    record = read_run(workdir)
+    assert record.left_out == []
+    found = add_up(record.times)
+    began, last = record.times[0]["began"], record.times[-1]
+    assert found.total == pytest.approx(last["began"] + last["seconds"] - began, abs=0.01)
+    assert [one["what"] for one in record.times if one.get("starts")] == ["starting"] * 2
+    assert {"restoring", "compiling", "training", "saving", "standing still"} <= set(found.seconds)
+    assert found.total < time.time() - began + 1
+    page = (workdir / "report.html").read_text()
+    assert "<h2>Time</h2>" in page
+    assert page.count('<th scope="row">starting</th>') >= 2
+    # With five devices the numbers that divide the batch are named.
+    run = start(processes, workdir, *own, devices=5)
+    assert run.wait() == 2
+    assert "Of fewer devices, 1, 2, 3, 4 would divide it." in run.err
+    # All devices are back.
+    capsys.readouterr()
+    assert run_here(workdir, *own, "--config.training.num_steps=24") == 0
+    shown = capsys.readouterr().out
+    assert resumed_from(shown) == 20
+    assert f"\n{divided(eight, six)}{drawn}" in shown
 
 
 def goes_on(runs, workdir, changes, capsys, *, also=(), config="fsdp.py"):

@@ -101,7 +101,7 @@ def test_a_main_thread_that_hangs_ends_all(victim, processes, tmp_path):
     started = start_cluster(processes, tmp_path / "run", *EXACT, *more, hang=[victim, 60])
     for process in started:
         assert process.wait() == LOST, process.err
-    sentence = f"process {victim} on .* was lost: it has made no progress for .* and the others are"
+    sentence = f"process {victim} on .* was lost: it has made no progress for .*, but other "
     assert re.search(sentence, started[1 - victim].err)
     assert "the other processes have given up this process" in started[victim].err
     assert "faulty_config.py" in started[victim].err, "where it hangs"

@@ -15,6 +15,7 @@ import pytest
 
 from manualpar.errors import UsageError
 from manualpar.training import Fit, Hook, fit
+from manualpar.training.checkpoints.saved_state import read_extra
 from tests.paths import ROOT
 
 ROWS = 16
@@ -294,6 +295,37 @@ def test_what_cannot_be_evaluated_or_called_is_refused(tmp_path: Path):
         fit(Net(), loss_fn, Examples(0, 40), options={"min_weight_size": 1, **OPTIONS})
 
 
+class OwnRows:
+    """The rows of `Batches` that this process trains on; an iterator of them has a state."""
+
+    def __iter__(self):
+        return OwnRowsIterator()
+
+
+class OwnRowsIterator:
+    def __init__(self):
+        self.number, self.batches = 0, list(Batches())
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = self.batches[self.number % len(self.batches)]
+        self.number += 1
+        own = jax.process_index()
+        return jax.tree.map(lambda x: np.split(x, jax.process_count())[own], batch)
+
+    def get_state(self):
+        # From step 5 on process 1's state is too long for a message of the hub.
+        is_long = jax.process_index() == 1 and self.number > 4
+        return [jax.process_index(), self.number, "\\" * (2**20 if is_long else 10)]
+
+    def set_state(self, state):
+        process, self.number, _ = state
+        assert process == jax.process_index()
+        print(f"process {process} goes on at batch {self.number}", flush=True)
+
+
 SCRIPT = """
 import sys
 
@@ -303,25 +335,42 @@ simulate_devices(4)
 
 from tests.training import fitting_test as here
 
-data = {"train": here.Examples(0, 40), "eval": here.Batches()}
-done = here._fit(data, sys.argv[1], hooks=[here.Patience(9)])
+data = {"train": here.OwnRows(), "eval": here.Batches()}
+config = {"schedule__name": "constant_schedule", "training__num_steps": int(sys.argv[2])}
+done = here._fit(data, sys.argv[1], hooks=[here.Patience(9)], **config)
 """
 
 
 @pytest.mark.slow
-def test_two_processes_report_what_one_process_reports(tmp_path: Path):
-    _fit({"train": Examples(0, 40), "eval": Batches()}, tmp_path / "one", hooks=[Patience(9)])
+def test_two_processes_with_streams_report_what_one_process_reports(tmp_path: Path, devices8):
+    config = {"schedule__name": "constant_schedule", "training__num_steps": 12}
+    data = {"train": Batches(), "eval": Batches()}
+    _fit(data, tmp_path / "one", hooks=[Patience(9)], **config)
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = (sys.executable, str(tmp_path / "script.py"), str(tmp_path / "two"))
-    done = subprocess.run(
-        [sys.executable, "-m", "manualpar", "launch", "--processes=2", "--", *command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def go_on(steps):
+        command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "two"), str(steps)]
+        done = subprocess.run(
+            [sys.executable, "-m", "manualpar", "launch", "--processes=2", "--", *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = sorted(line for line in done.stdout.splitlines() if "goes on at batch" in line)
+        streams = read_extra(tmp_path / "two" / "checkpoints" / str(steps))["stream"]
+        assert [one["number"] for one in streams] == [steps, steps]
+        states = [one["iterator"]["json"] for one in streams]
+        assert [state[:2] for state in states] == [[0, steps], [1, steps]]
+        return lines, [len(state[2]) for state in states]
+
+    assert go_on(4) == ([], [10, 10])
+    went_on = [f"[{process}] process {process} goes on at batch 4" for process in range(2)]
+    assert go_on(8) == (went_on, [10, 2**20])
+    # One process reads past the batches of the two.
+    _fit(data, tmp_path / "two", hooks=[Patience(9)], **config)
     one, two = _metrics(tmp_path / "one"), _metrics(tmp_path / "two")
     assert [(x["step"], x["split"]) for x in one] == [(x["step"], x["split"]) for x in two]
     for a, b in zip(one, two, strict=True):

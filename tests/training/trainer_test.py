@@ -177,7 +177,9 @@ class Run:
             rates=lambda steps, seconds: {},
         )
         task = types.SimpleNamespace(dataset=DATASET)
-        experiment = types.SimpleNamespace(config=self.config, program=self.program, task=task)
+        experiment = types.SimpleNamespace(
+            config=self.config, program=self.program, task=task, division=(1, 1, BATCH_SIZE)
+        )
         trainer = Trainer(
             experiment,
             self.checkpoints,

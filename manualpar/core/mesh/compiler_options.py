@@ -135,8 +135,9 @@ CHOICES: tuple[Choice, ...] = (
         },
         "h100:8: 26.6 to 23.3 ms, by the thresholds alone 28.0; h100:2x8: 38.9 to 28.1; h100:16x8: "
         "87.4 to 40.4; h100:8 with two replicas 27.2 to 25.6, with experts 27.0 to 24.9, zero1 "
-        "35.5 to 36.0",
-        beside=("replica",),
+        "35.5 to 36.0; by the planner's model with four stages 60.2 to 51.8, on h100:4x8 62.7 to "
+        "55.6, and with sequences over four devices 40.6 to 37.8, with Ulysses 27.2 to 25.5",
+        beside=("replica", "stage", "context"),
     ),
     Choice(
         _GPUS,

@@ -31,6 +31,7 @@ class ParameterInfo:
         entry; `()` if no dimension has shared entries.
       trainable: Whether the parameter is trained. If not, it is *frozen*.
       absent_axes: The axes in the annotation of a split parameter that the mesh does not have.
+      platform: The platform of the mesh's devices, such as `"gpu"`; `""` if they are not known.
     """
 
     path: str
@@ -42,6 +43,7 @@ class ParameterInfo:
     shared_names: Names = ()
     trainable: bool = True
     absent_axes: frozenset[str] = frozenset()
+    platform: str = ""
 
     @property
     def unsharded_dims(self) -> frozenset[int]:

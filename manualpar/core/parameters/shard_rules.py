@@ -53,6 +53,7 @@ def shard_one_dim(
         min_weight_size=min_weight_size,
         excluded_dims=parameter.unsharded_dims,
         pad=pad,
+        prefers_first=parameter.platform == "gpu",
     )
     if dim is None:
         return Placement(names, note, keep=keep)
@@ -86,6 +87,7 @@ def choose_shard_dim(
     min_weight_size: int,
     excluded_dims: frozenset[int] = frozenset(),
     pad: bool = False,
+    prefers_first: bool = False,
 ) -> tuple[int | None, str]:
     """Decides which dimension of a parameter to shard.
 
@@ -93,8 +95,10 @@ def choose_shard_dim(
     are none, `pad` makes every free dimension a candidate. Dimensions whose shards are complete
     tiles (`TILE`) are preferred, because TPUs have to copy partial tiles before sending. The
     largest preferred dimension is chosen. If several have this size, the first is chosen, because
-    its shards are contiguous. The rule is the same on every platform, so a simulation on CPUs has
-    the layout of TPUs. A parameter of fewer than `min_weight_size` elements is not worth a
+    its shards are contiguous. A simulation on CPUs has the layout of TPUs. With `prefers_first` the
+    first candidate is chosen. This is the rule on GPUs, because XLA:GPU gathers and scatters along
+    the first dimension only, and keeps a transposed copy of a stack of parameters that is sharded
+    along another one. A parameter of fewer than `min_weight_size` elements is not worth a
     collective and stays replicated. `excluded_dims` are not sharded, because each use of the
     parameter gets only one slice along them (as in `nn.scan`).
 
@@ -112,6 +116,8 @@ def choose_shard_dim(
     candidates = candidates or [dim for dim in free if pad and shape[dim] > 1]
     if not candidates:
         return None, f"none of {[shape[dim] for dim in free]} divides by {axis_size}"
+    if prefers_first:
+        return candidates[0], "only one that divides" if len(candidates) == 1 else "first"
     tile = dict(zip(reversed(seen), TILE, strict=False))
     tiled = [dim for dim in candidates if shape[dim] % (axis_size * tile.get(dim, 1)) == 0]
     dim = max(tiled or candidates, key=lambda dim: (shape[dim], -dim))

@@ -1,5 +1,6 @@
 """Checks a strategy and its placements; errors name the strategy and the parameter."""
 
+import dataclasses
 import inspect
 
 from jax.sharding import Mesh
@@ -69,6 +70,8 @@ def place_parameter(
     axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)
     if not axes:  # The model computes with shards over all axes, so the strategy gets none.
         return Placement(info.names)
+    if isinstance(mesh, Mesh):  # An abstract mesh has no devices.
+        info = dataclasses.replace(info, platform=mesh.devices.flat[0].platform)
     try:
         placement = strategy.place(info, axes, axes_size(mesh, axes))
     except Exception as error:

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.parameters.collectives import varying_axes
@@ -145,7 +146,7 @@ class Context(FieldGroup):
           One all-gather of two sums for each column of `x`.
         """
         if self.size == 1:
-            return jnp.cumsum(x, axis=1)
+            return self._sum_up_global(x)
         self._check_length("cumsum", x.shape[1])
         halves = jnp.stack(jnp.split(x, 2, axis=1))
         of_devices = self._gather(halves.sum(2))  # [C, 2, B, ...]
@@ -224,7 +225,7 @@ class Context(FieldGroup):
         scoring = Scoring(window, soft_cap)
         attend = functools.partial(attention, kind=kind, window=window, soft_cap=soft_cap)
         if self.size == 1:
-            return attend(query, key, value, documents, sinks=sinks)
+            return self._attend_to_global(attend, query, key, value, documents, sinks)
         self._check_length("attention", query.shape[1])
         check_attention(query, key, value, documents, scoring)
         if self.how == "ulysses":
@@ -241,6 +242,50 @@ class Context(FieldGroup):
         by_kernel = not kind and fits_parts(query, key, query.shape[1] // 2, scoring)
         by: Any = {"by_kernel": by_kernel and sinks is None, "sinks": sinks}
         return ring_attention(query, key, value, of_all, str(self.axis), scoring, **by)
+
+    def _sum_up_global(self, x: jax.Array) -> jax.Array:
+        """Computes a cumulative sum along dim 1 of an array that its type may shard there."""
+        spec = jax.typeof(x).sharding.spec
+        if spec[1] is None:
+            return jnp.cumsum(x, axis=1)
+        x = jax.sharding.reshard(x, PartitionSpec(spec[0], None, *spec[2:]))
+        return jax.sharding.reshard(jnp.cumsum(x, axis=1), spec)
+
+    def _attend_to_global(
+        self,
+        attend: Callable[..., jax.Array],
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        """Attends on arrays with full sequences.
+
+        In modes `auto` and `explicit` these sequences may be sharded along the axis, and no kind of
+        attention runs on sharded sequences: cuDNN's kernel refuses them, and in mode `explicit` the
+        axis would be merged with the examples' axes. So each device along the axis computes some of
+        the heads, or all heads if the axis does not divide the number of key heads.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        axis = self.axis
+        if axis not in {*mesh.auto_axes, *mesh.explicit_axes} or mesh.shape[axis] == 1:
+            return attend(query, key, value, documents, sinks=sinks)
+        free: Any = PartitionSpec.UNCONSTRAINED
+        constrain: Any = jax.lax.with_sharding_constraint
+        by_positions = PartitionSpec(free, axis, free, free)
+        if axis in mesh.explicit_axes:
+            constrain = jax.sharding.reshard
+            by_positions = jax.typeof(query).sharding.spec
+        examples = by_positions[0]
+        heads = None if key.shape[2] % mesh.shape[axis] else axis
+        by_heads = PartitionSpec(examples, None, heads, None)
+        query, key, value = (constrain(x, by_heads) for x in (query, key, value))
+        if documents is not None:
+            documents = constrain(documents, PartitionSpec(examples, None))
+        if sinks is not None:
+            sinks = constrain(sinks, PartitionSpec(heads))
+        return constrain(attend(query, key, value, documents, sinks=sinks), by_positions)
 
     def _exchange_heads(
         self,

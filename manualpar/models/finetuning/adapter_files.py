@@ -22,7 +22,8 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf, list_some, place_leaf, read_unpadded, show_array
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import printable, require
-from manualpar.models.finetuning.merging import is_adapter, lora_interface
+from manualpar.models.finetuning.adapted_parameter import is_adapter
+from manualpar.models.finetuning.merging import lora_interface
 from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
 from manualpar.system.storage.untrusted import open_tensors, read_object
 

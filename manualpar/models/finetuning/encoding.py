@@ -1,4 +1,4 @@
-"""Quantizes loaded kernels to int8 codes and scales, on the devices, one kernel at a time.
+"""Quantizes loaded kernels to codes and scales, on the devices, one kernel at a time.
 
 A kernel is loaded as a sharded float32 array. Each device quantizes its shard, so that no device
 and no host stores more of the kernel than its shards. A shard of the codes may end in the middle of
@@ -20,17 +20,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple, with_axis_types
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
-from manualpar.core.parameters.block_quantization import dequantize, quantize
 from manualpar.core.state.state_arrays import Leaf
+from manualpar.models.finetuning.stored_codes import decode, encode, plain_shape
 
 
 class Encoding(NamedTuple):
-    """A parameter that is stored in int8: its leaves before and after quantization.
+    """A parameter that is stored as codes: its leaves before and after quantization.
 
     Attributes:
       plain: The parameter before quantization, in float32. It is sharded so that each device has
         complete blocks.
-      codes: The parameter's int8 codes, as the program stores them.
+      codes: The parameter's codes, as the program stores them.
       scales: The scales of the blocks, as the program stores them.
     """
 
@@ -43,12 +43,19 @@ class Encoding(NamedTuple):
         """Makes the `Encoding` of the parameter `name` from the leaves of its codes and scales."""
         dtype = jnp.promote_types(scales.dtype, jnp.float32)
         layout: Any = codes.abstract.sharding
+        shape = _plain(codes, codes.shape)
         held, sharding = _whole_blocks(
-            codes.shape, codes.padded_shape, layout, _block(codes, scales)
+            shape, _plain(codes, codes.padded_shape), layout, _block(codes, scales)
         )
         abstract = jax.ShapeDtypeStruct(held, dtype, sharding=sharding)
         keys = name.partition("/")[0], *codes.keys[1:-1], name.rpartition("/")[2]
-        return cls(Leaf(name, keys, abstract, codes.shape, held, dtype), codes, scales)
+        return cls(Leaf(name, keys, abstract, shape, held, dtype), codes, scales)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """The padding of the result of `decode`."""
+        own, held = (_plain(self.codes, x) for x in (self.codes.shape, self.codes.padded_shape))
+        return tuple(b - a for a, b in zip(own, held, strict=True))
 
     def encode(self, x: jax.Array) -> dict[str, jax.Array]:
         """Quantizes the parameter `x`, which is donated; returns codes and scales by name.
@@ -76,7 +83,11 @@ class Encoding(NamedTuple):
 
 
 def _block(codes: Leaf, scales: Leaf) -> int:
-    return -(-codes.shape[-1] // scales.shape[-1])
+    return -(-_plain(codes, codes.shape)[-1] // scales.shape[-1])
+
+
+def _plain(codes: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return plain_shape(jax.ShapeDtypeStruct(shape, codes.dtype))
 
 
 def _whole_blocks(
@@ -106,7 +117,7 @@ def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.A
     """Makes the compiled function that quantizes parameters of these shapes and shardings."""
 
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        made = quantize(x, block)
+        made = encode(x, block, "int8" if codes.dtype == jnp.int8 else "nf4")
         return _resize(made[0], codes.shape), _resize(made[1].astype(scales.dtype), scales.shape)
 
     return _jit(run, (codes.sharding, scales.sharding))
@@ -119,11 +130,12 @@ def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., j
     sharding = NamedSharding(mesh, plain.sharding.spec)
 
     def run(of_codes: jax.Array, of_scales: jax.Array) -> jax.Array:
-        of_codes = _resize(of_codes, plain.shape)
+        factor = _plain(codes, (1,))[0]
+        of_codes = _resize(of_codes, (*plain.shape[:-1], plain.shape[-1] // factor))
         of_codes = jax.lax.with_sharding_constraint(of_codes, sharding)
         count = -(-plain.shape[-1] // block)
         of_scales = _resize(of_scales, (*plain.shape[:-1], count))
-        return _resize(dequantize(of_codes, of_scales), codes.shape)
+        return _resize(decode(of_codes, of_scales), _plain(codes, codes.shape))
 
     return _jit(run, codes.sharding)
 

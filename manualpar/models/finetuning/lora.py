@@ -6,14 +6,15 @@ program = manualpar.fsdp(model, tx, loss_fn, mesh=mesh, batch=batch)
 state = program.init_from(pretrained, rng, missing="init")
 ```
 
-Each chosen layer gets two more parameters, `lora_a` and `lora_b`, see `low_rank`. By default these
-are trained and all other parameters are frozen; `trainable=` of the program's builder can change
-this. An interceptor of Linen's method calls (`nn.intercept_methods`) makes the adapters when the
-model is initialized, and adds their products when the model is applied. So the model's code need
-not change, and loops over layers stack adapters in the same way as kernels.
+Each chosen layer gets two more parameters, `lora_a` and `lora_b`, see `low_rank`. Parameters that
+are no layer's kernel, such as an embedding, get adapters too, see `adapted_parameter`. By default
+adapters are trained and all other parameters are frozen; `trainable=` of the program's builder can
+change this. An interceptor of Linen's method calls (`nn.intercept_methods`) makes the adapters when
+the model is initialized, and adds their products when the model is applied. So the model's code
+need not change, and loops over layers stack adapters in the same way as kernels.
 
 Invariants: all other parameters have the same paths and the same initial bits as without adapters.
-Initially `lora_b` is zero, so the model's results are the same as without adapters.
+Initially an adapter's product is zero, so the model's results are the same as without adapters.
 """
 
 import dataclasses
@@ -28,18 +29,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core.scope import LazyRng
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from manualpar.core.model.interface import ModelInterface, interface_of, register_interface
 from manualpar.core.model.linen.linen_model import LinenModel
 from manualpar.core.parameters.sharded_parameter import is_box
-from manualpar.core.trees import path_name
 from manualpar.layers import TensorParallel
+from manualpar.models.finetuning.adapted_parameter import (
+    DOWN,
+    UP,
+    PlainShape,
+    adapt_parameters,
+    make_adapter,
+    plain_shapes,
+)
 from manualpar.models.finetuning.low_rank import ADAPTED_LAYERS, add_low_rank, input_dims
-from manualpar.models.finetuning.quantized import CODES, QuantizedModel
+from manualpar.models.finetuning.quantized import QuantizedModel
 from manualpar.models.finetuning.wrapped_model import WrappingInterface
 
-# The names of an adapter's two parameters, and globs of their paths.
-DOWN, UP = "lora_a", "lora_b"
+# Globs of the paths of an adapter's two parameters.
 ADAPTERS = ("*lora_a", "*lora_b")
 
 
@@ -48,6 +56,7 @@ def lora(
     targets: Mapping[str, int],
     *,
     alpha: float,
+    rank_stabilized: bool = False,
 ) -> "LowRankModel":
     """Adds trainable low-rank adapters to layers of a Linen model, and freezes the model.
 
@@ -56,8 +65,12 @@ def lora(
       targets: Maps a glob on module paths, such as `"*/attention/query"`, to the rank of these
         modules' adapters. `*` stands for any characters, including slashes. A glob may also match
         the path of a module's kernel. The modules must be `SplitDense`, `nn.Dense`,
-        `nn.DenseGeneral` or `nn.Einsum`.
+        `nn.DenseGeneral` or `nn.Einsum`. Modules without a kernel, such as norms, are left alone.
+        Other parameters get an adapter if a glob ends with their name: `"embedding"`, `"head"` or
+        `"*/experts/up"`.
       alpha: An adapter's product is multiplied by `alpha / rank`.
+      rank_stabilized: Whether the product is multiplied by `alpha / sqrt(rank)` instead (rsLoRA,
+        https://arxiv.org/abs/2312.03732).
 
     Returns:
       The model with adapters, from which any strategy can build a program. It has the parameters of
@@ -104,7 +117,7 @@ def lora(
         raise TypeError(f"lora: alpha is {alpha!r}, expected a number, such as twice the rank.")
     if not (math.isfinite(alpha) and alpha > 0):
         raise ValueError(f"lora: alpha is {alpha}, expected a finite number above 0.")
-    return LowRankModel(model, tuple(targets.items()), float(alpha))
+    return LowRankModel(model, tuple(targets.items()), float(alpha), bool(rank_stabilized))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +128,13 @@ class LowRankModel:
       model: The given model.
       targets: The pairs of a glob on module paths and a rank.
       alpha: An adapter's product is multiplied by `alpha / rank`.
+      rank_stabilized: Whether the product is multiplied by `alpha / sqrt(rank)` instead.
     """
 
     model: Any
     targets: tuple[tuple[str, int], ...]
     alpha: float
+    rank_stabilized: bool = False
 
     @property
     def module(self) -> nn.Module:
@@ -135,16 +150,31 @@ class LowRankModel:
         """Calls the given model's `apply`, and adds the adapters' products in its layers."""
         return _adapted(self).apply(variables, *args, **kwargs)
 
+    def scale(self, rank: int) -> float:
+        """Returns the factor by which the product of an adapter of this rank is multiplied."""
+        return self.alpha / (rank**0.5 if self.rank_stabilized else rank)
+
     def rank_of(self, path: str) -> int | None:
         """Returns the rank for the module at a path; `None` if no target matches the path.
 
         Raises:
           ValueError: Two targets give the module different ranks.
         """
-        found = {glob: rank for glob, rank in self.targets if _matches(path, glob)}
+        return self._rank("module", path, _matches)
+
+    def rank_of_parameter(self, path: str) -> int | None:
+        """Returns the rank for a parameter that is no kernel; `None` if no target names it.
+
+        Raises:
+          ValueError: Two targets give the parameter different ranks.
+        """
+        return self._rank("parameter", path, _names)
+
+    def _rank(self, kind: str, path: str, matches: Callable[[str, str], bool]) -> int | None:
+        found = {glob: rank for glob, rank in self.targets if matches(path, glob)}
         if len(set(found.values())) > 1:
             raise ValueError(
-                f"lora: module {path!r} has more than one rank in targets, {found}; expected one. "
+                f"lora: {kind} {path!r} has more than one rank in targets, {found}; expected one. "
                 "Make a glob narrower."
             )
         return next(iter(found.values()), None)
@@ -159,6 +189,16 @@ def _matches(path: str, glob: str) -> bool:
     return fnmatch.fnmatchcase(path, glob) or fnmatch.fnmatchcase(f"{path}/kernel", glob)
 
 
+def _names(path: str, glob: str) -> bool:
+    """Returns whether a glob matches a parameter that is no kernel, and ends with its name.
+
+    So a glob such as `*/attention/*` chooses no biases and no scales.
+    """
+    name = path.rpartition("/")[2]
+    is_named = name != "kernel" and glob.rpartition("/")[2] == name
+    return is_named and fnmatch.fnmatchcase(path, glob)
+
+
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LoRAInterface(WrappingInterface):
@@ -171,7 +211,9 @@ class LoRAInterface(WrappingInterface):
     low_rank: Any = None
 
     def __repr__(self) -> str:
-        return f"lora({self.base!r}, {dict(self.low_rank.targets)}, alpha={self.low_rank.alpha})"
+        more = ", rank_stabilized=True" if self.low_rank.rank_stabilized else ""
+        targets, alpha = dict(self.low_rank.targets), self.low_rank.alpha
+        return f"lora({self.base!r}, {targets}, alpha={alpha}{more})"
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
@@ -197,13 +239,21 @@ class LoRAInterface(WrappingInterface):
           ValueError: A target matches no layer, or a layer that cannot have an adapter.
         """
         making = _Making(self.low_rank, self.base)
-        variables = self.base.intercepted(making).init(rngs, *args, **kwargs)
-        making.check(variables.get("params", {}))
-        return dict(variables)
+        variables = dict(self.base.intercepted(making).init(rngs, *args, **kwargs))
+        params = flatten_dict(variables.get("params", {}), sep="/")
+        shapes = plain_shapes(params)
+        made: dict[str, Any] = {}
+        for path, plain in shapes.items():
+            rank = self.low_rank.rank_of_parameter(path)
+            if rank is not None:
+                made |= make_adapter(path, plain, rank, _key(rngs))
+        making.check(shapes)
+        return variables | {"params": unflatten_dict({**params, **made}, sep="/")}
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the given model's `apply`, and adds the adapters' products in its layers."""
         base = self.called(self.base)
+        variables = adapt_parameters(variables, self.low_rank.scale)
         return base.intercepted(self._add).apply(variables, *args, **kwargs)
 
     def _add(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -212,8 +262,14 @@ class LoRAInterface(WrappingInterface):
         if not _computes(context) or not module.has_variable("params", DOWN):
             return y
         a, b = (nn.unbox(module.get_variable("params", name)) for name in (DOWN, UP))
-        scale = self.low_rank.alpha / b.shape[0]
+        scale = self.low_rank.scale(b.shape[0])
         return add_low_rank(module, _first(args, kwargs), y, a, b, scale)
+
+
+def _key(rngs: Any) -> jax.Array:
+    """Returns the key for parameters among the arguments of `init`."""
+    key: jax.Array = rngs["params"] if isinstance(rngs, Mapping) else rngs
+    return key
 
 
 class _Making:
@@ -262,28 +318,28 @@ class _Making:
                 value = box.replace(value=value, names=names)
             module.put_variable("params", name, value)
 
-    def check(self, params: Any) -> None:
-        """Refuses a target that matches no layer, or a layer that cannot have an adapter."""
-        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
-        shapes = {  # An int8 kernel's codes have the shape of the kernel.
-            path_name(path).removesuffix(CODES): (x.value if is_box(x) else x).shape
-            for path, x in leaves
-        }
+    def check(self, shapes: Mapping[str, PlainShape]) -> None:
+        """Refuses a target that matches no layer, or a layer that cannot have an adapter.
+
+        Modules without a kernel are refused only if a glob matches nothing else.
+        """
         modules = {path.rpartition("/")[0] for path in shapes}
         for glob, rank in self._low_rank.targets:
             where = f"lora: targets has {glob!r}: {rank}"
             found = sorted(path for path in modules if _matches(path, glob))
-            if not found:
+            layers = [path for path in found if f"{path}/kernel" in shapes]
+            is_named = any(_names(path, glob) for path in shapes)
+            if not found and not is_named:
                 near = difflib.get_close_matches(glob, sorted(modules), n=3, cutoff=0.0)
                 raise ValueError(
                     f"{where}, but this glob matches no module with parameters, expected a glob "
                     f"on a module such as {', '.join(map(repr, near))}."
                 )
-            for path in found:
+            for path in layers or ([] if is_named else found):
                 why = self._refused.get(path, f"is not called, expected one of {ADAPTED_LAYERS}")
                 if path in self._made:
                     own = self._made[path]
-                    whole = {name: shapes[f"{path}/{name}"] for name in own}
+                    whole = {name: shapes[f"{path}/{name}"].shape for name in own}
                     if all(whole[name][-len(shape) :] == shape for name, shape in own.items()):
                         continue
                     why = (

@@ -5,6 +5,7 @@ stores only its shards of the kernels, before and after.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from manualpar.core.program.load_state import plain_leaves, variable_leaves, var
 from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf
 from manualpar.core.state.train_state import TrainState
-from manualpar.models.finetuning.lora import DOWN, UP, LoRAInterface
+from manualpar.models.finetuning.adapted_parameter import DOWN, UP, adapted_path, is_adapter
+from manualpar.models.finetuning.lora import LoRAInterface
 
 
 def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
@@ -71,12 +73,12 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
     plain, encodings = plain_leaves(program, leaves)
     for name, each in encodings.items():
         by_name[name] = each.decode(by_name[each.codes.name], by_name[each.scales.name])
-        paddings[name] = each.codes.padding
+        paddings[name] = each.padding
     by_name = {leaf.name: by_name[leaf.name] for leaf in plain}
     if isinstance(interface, LoRAInterface):
         shardings = {name: x.sharding for name, x in by_name.items()}
         merge = on_auto_axes(
-            functools.partial(_merge, paddings, interface.low_rank.alpha),
+            functools.partial(_merge, paddings, interface.low_rank.scale),
             mesh=program.mesh,
             out_specs={name: x.spec for name, x in shardings.items()},
         )
@@ -96,21 +98,18 @@ def lora_interface(function: str, program: Program) -> LoRAInterface:
     return interface
 
 
-def is_adapter(path: str) -> bool:
-    """Returns whether the parameter at a path is `lora_a` or `lora_b`."""
-    return path.rpartition("/")[2] in (DOWN, UP)
-
-
 def _merge(
-    paddings: dict[str, tuple[int, ...]], alpha: float, variables: dict[str, jax.Array]
+    paddings: dict[str, tuple[int, ...]],
+    scale: Callable[[int], float],
+    variables: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
     merged = dict(variables)
 
     def unpadded(path: str) -> jax.Array:
         return unpad_leaf(variables[path], paddings[path])
 
-    for path in [path for path in variables if path.rpartition("/")[2] == DOWN]:
-        kernel_path, up_path = (path.removesuffix(DOWN) + name for name in ("kernel", UP))
+    for path in [path for path in variables if is_adapter(path) and path.endswith(DOWN)]:
+        kernel_path, up_path = adapted_path(path), path.removesuffix(DOWN) + UP
         kernel, a, b = map(unpadded, (kernel_path, path, up_path))
         # All three arrays begin with the dims along which loops stack layers.
         loops = tuple(range(a.ndim + b.ndim - 2 - kernel.ndim))
@@ -120,6 +119,6 @@ def _merge(
             (((a.ndim - 1,), (len(loops),)), (loops, loops)),
             precision=jax.lax.Precision.HIGHEST,
         )
-        whole = kernel.astype(jnp.float32) + alpha / a.shape[-1] * product
+        whole = kernel.astype(jnp.float32) + scale(a.shape[-1]) * product
         merged[kernel_path] = pad_leaf(whole.astype(kernel.dtype), paddings[kernel_path])
     return merged

@@ -1,4 +1,4 @@
-"""Stores frozen parameters in int8, without changes in the model's code.
+"""Stores frozen parameters in int8 or NF4, without changes in the model's code.
 
 ```python
 model = manualpar.quantized(model)
@@ -6,11 +6,12 @@ model = manualpar.lora(model, {"*/attention/query": 8}, alpha=16)
 state = manualpar.load_hf(manualpar.fsdp(model, ...), "models/llama", missing="init")
 ```
 
-Two parameters replace each chosen parameter `kernel`: `kernel_codes`, int8 in the kernel's shape,
-and `kernel_scales`, one number for each block along the last dim, see `block_quantization`. Both
-are sharded, gathered, saved and restored like other parameters, without being dequantized. When a
-module requests the kernel, the module gets a Flax metadata box. Unboxing it gathers codes and
-scales and dequantizes them. Gradients of activations are computed with the dequantized kernel.
+Two parameters replace each chosen parameter `kernel`: `kernel_codes`, int8 in the kernel's shape or
+uint8 with two numbers in a byte, and `kernel_scales`, one number for each block along the last dim,
+see `stored_codes`. Both are sharded, gathered, saved and restored like other parameters, without
+being dequantized. When a module requests the kernel, the module gets a Flax metadata box. Unboxing
+it gathers codes and scales and dequantizes them. Gradients of activations are computed with the
+dequantized kernel.
 
 Invariants: a device dequantizes only the values that it computes with. Before the gather, several
 devices may store parts of the same block. The backward pass dequantizes again, so that no
@@ -22,7 +23,7 @@ import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import flax.linen as nn
 import jax
@@ -32,13 +33,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from manualpar.core.model.interface import interface_of, register_interface
 from manualpar.core.parameters.array_box import ArrayBox
-from manualpar.core.parameters.block_quantization import dequantize, quantize, quantized_block_size
+from manualpar.core.parameters.block_quantization import quantized_block_size
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.split_parameter import SplitParameter
 from manualpar.core.state.state_arrays import Leaf
 from manualpar.core.tracing.scopes import DECODE_SCOPE
 from manualpar.layers import TensorParallel
 from manualpar.models.finetuning.encoding import Encoding
+from manualpar.models.finetuning.stored_codes import Code, decode, encode
 from manualpar.models.finetuning.wrapped_model import WrappingInterface
 
 CODES, SCALES = "_codes", "_scales"
@@ -47,9 +49,12 @@ KERNELS: Mapping[str, int] = {"*kernel": 64}
 
 
 def quantized(
-    model: nn.Module | TensorParallel, targets: Mapping[str, int] = KERNELS
+    model: nn.Module | TensorParallel,
+    targets: Mapping[str, int] = KERNELS,
+    *,
+    code: Code = "int8",
 ) -> "QuantizedModel":
-    """Stores parameters of a Linen model in int8 and freezes these parameters.
+    """Stores parameters of a Linen model in int8 or NF4, and freezes these parameters.
 
     Args:
       model: A Linen model, or the result of `tensor_parallel`. It is not changed.
@@ -59,6 +64,7 @@ def quantized(
         rows, and the `head` of a `Transformer`, because its rounding errors would be errors of the
         logits. If the last dim is sharded over `N` devices by tensor parallelism, its number of
         blocks must be a multiple or a divisor of `N`.
+      code: `"int8"`, or `"nf4"` for the 4-bit code of QLoRA, which packs two numbers into a byte.
 
     Returns:
       The model for `lora`, or for a program whose `trainable=` names the trained parameters.
@@ -66,12 +72,12 @@ def quantized(
 
     Raises:
       TypeError: An argument is of the wrong type.
-      ValueError: A glob matches no parameter, or a parameter that cannot be stored in int8. The
+      ValueError: A glob matches no parameter, or a parameter that cannot be stored so. The
         message names the path and the reason. The error is raised here or when a program is built.
 
     Communication:
       Codes and scales are gathered before they are dequantized. They have a little more than a
-      quarter of the bytes of the float32 kernels.
+      quarter of the bytes of the float32 kernels, with NF4 a little more than an eighth.
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
@@ -97,20 +103,26 @@ def quantized(
             raise ValueError(
                 f"quantized: targets has {glob!r}: {block}, expected a block of at least 1."
             )
-    return QuantizedModel(model, tuple(targets.items()))
+    if code not in (known := get_args(Code)):
+        raise ValueError(
+            f"quantized: code is {code!r}, expected one of {', '.join(map(repr, known))}."
+        )
+    return QuantizedModel(model, tuple(targets.items()), code)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedModel:
-    """A model that stores some parameters in int8; see `quantized`.
+    """A model that stores some parameters as codes; see `quantized`.
 
     Attributes:
       model: The given model.
       targets: The pairs of a glob on parameter paths and a block length.
+      code: The code of the parameters.
     """
 
     model: Any
     targets: tuple[tuple[str, int], ...]
+    code: Code = "int8"
 
     @property
     def module(self) -> nn.Module:
@@ -154,7 +166,8 @@ class QuantizedInterface(WrappingInterface):
     quantized: Any = None
 
     def __repr__(self) -> str:
-        return f"quantized({self.base!r}, {dict(self.quantized.targets)})"
+        more = "" if self.quantized.code == "int8" else f", code={self.quantized.code!r}"
+        return f"quantized({self.base!r}, {dict(self.quantized.targets)}{more})"
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
@@ -170,7 +183,7 @@ class QuantizedInterface(WrappingInterface):
         return True
 
     def encodings(self, leaves: Sequence[Leaf]) -> dict[str, Encoding]:
-        """Returns the `Encoding` of each parameter in int8, by the parameter's name."""
+        """Returns the `Encoding` of each quantized parameter, by the parameter's name."""
         by_name = {leaf.name: leaf for leaf in leaves}
         found = {}
         for name, codes in by_name.items():
@@ -191,7 +204,7 @@ class QuantizedInterface(WrappingInterface):
         """Initializes the given model's variables, and replaces the chosen parameters.
 
         Raises:
-          ValueError: A target matches no parameter, or one that cannot be stored in int8.
+          ValueError: A target matches no parameter, or one that cannot be quantized.
         """
         variables = dict(self.called(self.base).init(rngs, *args, **kwargs))
         params = flatten_dict(variables.get("params", {}), sep="/")
@@ -205,7 +218,9 @@ class QuantizedInterface(WrappingInterface):
         encoded: dict[str, Any] = {}
         for path, x in params.items():
             block = self.quantized.block_of(path)
-            encoded.update({path: x} if block is None else _encoded(path, x, block))
+            encoded.update(
+                {path: x} if block is None else _encoded(path, x, block, self.quantized.code)
+            )
         return variables | {"params": unflatten_dict(encoded, sep="/")}
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +235,7 @@ class QuantizedInterface(WrappingInterface):
 
 
 class EncodedParameter(ArrayBox, eq=False):
-    """A box with a parameter in int8, which is dequantized when it is unboxed.
+    """A box with a quantized parameter, which is dequantized when it is unboxed.
 
     Attributes:
       value: The pair of codes and scales; both may be boxes.
@@ -242,7 +257,7 @@ class EncodedParameter(ArrayBox, eq=False):
         del apply_constraint
         codes, scales = nn.unbox(self.value)
         with jax.named_scope(DECODE_SCOPE):
-            return dequantize(codes, scales)
+            return decode(codes, scales)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "EncodedParameter":
         """Adds a dim to codes and scales, for `nn.scan` and `nn.vmap`."""
@@ -257,15 +272,15 @@ class EncodedParameter(ArrayBox, eq=False):
         """
         if index % len(self.names) == len(self.names) - 1:
             raise ValueError(
-                "quantized: a loop stacks an int8 parameter along its last dim, expected dim 0, "
-                "because the last dim is divided into blocks. Make the glob narrower, or stack "
+                "quantized: a loop stacks a quantized parameter along its last dim, expected dim "
+                "0, because the last dim is divided into blocks. Make the glob narrower, or stack "
                 "with variable_axes={'params': 0}."
             )
         value = nn.meta.remove_axis(self.value, index, params)
         return self.replace(value=value, names=self.names[1:])
 
 
-def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
+def _encoded(path: str, box: Any, most: int, code: Code) -> dict[str, Any]:
     """Quantizes a parameter in blocks of at most `most`; boxes the results if `box` is a box."""
     x = box.value if is_box(box) else box
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 2 or not x.size:
@@ -274,8 +289,13 @@ def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
             "expected floating-point numbers with two dims or more. Make the glob narrower."
         )
     size = x.shape[-1]
+    if code == "nf4" and size % 2:
+        raise ValueError(
+            f"quantized: targets name parameter {path!r} of shape {x.shape}, expected an even last "
+            "dim with code='nf4', because a byte has two numbers. Make the glob narrower."
+        )
     block = quantized_block_size(size, most)
-    codes, scales = quantize(x, block)
+    codes, scales = encode(x, block, code)
     if is_box(box):
         names = (*box.names, *(None,) * (x.ndim - len(box.names)))
         codes_box, scales_box = box.replace(value=codes), box.replace(value=scales)

@@ -26,7 +26,8 @@ from manualpar.core.program.load_state import plain_leaves, variable_leaves
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import require
-from manualpar.models.finetuning.merging import given_variables, is_adapter
+from manualpar.models.finetuning.adapted_parameter import is_adapter
+from manualpar.models.finetuning.merging import given_variables
 from manualpar.models.pretrained.architecture import (
     read_architecture,
     read_config,

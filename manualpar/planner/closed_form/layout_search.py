@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 from manualpar.models import Transformer
+from manualpar.planner.candidate_meshes import MOST_SPLIT
 from manualpar.planner.closed_form.layout import (
     AnyCode,
     Communicate,
@@ -27,7 +28,7 @@ from manualpar.planner.closed_form.layout import (
 )
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.closed_form.layout_work import step_memory_of
-from manualpar.planner.sweep import MOST_SPLIT, Outcome
+from manualpar.planner.sweep import Outcome
 from manualpar.planner.topology import Topology, levels_of
 from manualpar.strategies.shared_options import ReplicaMean
 

@@ -73,7 +73,7 @@ class Channel:
         self._shared: dict[int, Message] = {}
         self._all_shared: queue.SimpleQueue[dict[int, Message]] = queue.SimpleQueue()
         self._heard_at = time.monotonic()
-        self._others: list[tuple[int, float] | None] = []
+        self._others: list[tuple[int, int | None, float]] = []
         self._silence = 0.0
         self._admitted = concurrent.futures.Future[None]()
         self.loss: LostProcess | None = None
@@ -104,11 +104,13 @@ class Channel:
         sockname, peername = (self._writer.get_extra_info(x) for x in ("sockname", "peername"))
         return str(sockname[0]), str(peername[0])
 
-    def steps(self) -> dict[int, tuple[int, float]]:
-        """Returns the last known step of each process, and the seconds since that step."""
+    def steps(self) -> dict[int, tuple[int, float] | None]:
+        """Returns the last known steps, and the seconds since then, see `Cluster.steps`."""
         since = time.monotonic() - self._heard_at
-        steps = enumerate(self._others)
-        return {process: (step[0], step[1] + since) for process, step in steps if step}
+        return {
+            process: None if step is None else (step, age + since)
+            for process, step, age in self._others
+        }
 
     def _run(self, hosts: Sequence[str], port: int, terms: Terms) -> None:
         try:

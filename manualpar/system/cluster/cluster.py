@@ -172,10 +172,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         """Returns the address at which this host talks to the hub, and the hub's address."""
         return self._channel.own_and_other_address() if self._channel else ("127.0.0.1",) * 2
 
-    def steps(self) -> dict[int, tuple[int, float]]:
-        """Returns the last step of each process, and the seconds since that step.
+    def steps(self) -> dict[int, tuple[int, float] | None]:
+        """Returns the last steps of the slowest processes, and the seconds since then.
 
-        Processes that have not finished a step are missing. The numbers of other processes are from
+        A process that has not finished a step has `None`. The numbers of other processes are from
         their last heartbeat, at most a second ago.
         """
         steps = self._channel.steps() if self._channel else {}

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from manualpar.core.state.state_arrays import list_some
 
 MAX_VALUE_CHARACTERS = 200
+# Sentences go to all processes, so their lengths must not grow with the number of processes.
+SHOWN_PROCESSES = 16
+SHOWN_VALUES = 8
 
 Facts = Mapping[str, str]
 
@@ -37,6 +40,8 @@ def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
             holders.setdefault(facts[process].get(name, "absent"), []).append(process)
         if len(holders) > 1:
             parts = [f"{_shorten(value)} in {name_processes(p)}" for value, p in holders.items()]
+            rest = len(parts) - SHOWN_VALUES
+            parts = [*parts[:SHOWN_VALUES], *([f"{rest} other values"] if rest > 0 else [])]
             sentences.append(f"{name} is {' and '.join(parts)}")
     return list_some(sentences)
 
@@ -47,8 +52,12 @@ def announce(sentence: str) -> None:
 
 
 def name_processes(processes: list[int]) -> str:
-    """Formats the numbers of processes: `process 1`, `processes 1, 3`."""
-    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
+    """Formats the numbers of processes: `process 1`, `processes 1, 3`; the first few of many."""
+    shown = ", ".join(map(str, processes[:SHOWN_PROCESSES]))
+    more = len(processes) - SHOWN_PROCESSES
+    return f"process{'es' if len(processes) > 1 else ''} {shown}" + (
+        f" and {more:,} more" if more > 0 else ""
+    )
 
 
 def _shorten(value: str) -> str:

@@ -15,12 +15,13 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from manualpar.system.cluster.facts import name_processes
 
 KNOWN_AFTER = 3
+MOST_TOLD = 16
 FIRST_SECONDS = 600.0
 # The name of a phase that may take any time.
 UNWATCHED = ""
@@ -139,6 +140,25 @@ class Pace:
             step=step,
             step_age=self._get_time() - since,
         )
+
+
+def slowest(
+    steps: Iterable[tuple[int, int | None, float]],
+) -> list[tuple[int, int | None, float]]:
+    """Returns the items of the slowest processes, at most `MOST_TOLD`.
+
+    An item has a process, its last step, which is `None` before the first, and the seconds since
+    then. The processes without a step come first, then the processes with the lowest steps. One of
+    the items is ahead of the slowest, if any process is. The hub sends these items to all
+    processes. If it sent all items to all processes, the bytes would grow with the square of the
+    number of processes.
+    """
+    ordered = sorted(steps, key=lambda one: (-1 if one[1] is None else one[1], -one[2]))
+    told = ordered[:MOST_TOLD]
+    if len(ordered) > MOST_TOLD and told[0][1] == told[-1][1]:
+        ahead = (one for one in ordered[MOST_TOLD:] if one[1] != told[0][1])
+        told[-1] = next(ahead, told[-1])
+    return told
 
 
 def find_hung(

@@ -16,6 +16,7 @@ service runs in process 0, and XLA aborts the other processes if this service en
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import secrets
 import socket
@@ -33,6 +34,7 @@ from manualpar.system.cluster.failure_detector import (
     ProcessProgress,
     find_hung,
     parse_progress,
+    slowest,
 )
 from manualpar.system.cluster.messages import (
     MAX_HELLO_BYTES,
@@ -46,6 +48,7 @@ from manualpar.system.cluster.messages import (
     read_hello,
     receive,
     send,
+    send_to_all,
 )
 
 # The time that process 0 waits for the other processes to end before it ends itself.
@@ -76,6 +79,10 @@ class Hub:
         self._members = {process: _Member() for process in range(terms.num_processes)}
         # All connections, the oldest first; each with the task that ends when it has closed.
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        # Those of them that have not introduced themselves, the oldest first. (A dict, because a
+        # set keeps no order.)
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._num_connected = 0
         # Messages by kind and process. The hub answers a kind when all processes have sent it.
         self._said: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self._waited = 0.0
@@ -103,11 +110,9 @@ class Hub:
         message, lost = self._end.result()
         writers = {process: one.writer for process, one in self._members.items() if one.writer}
         first = [writers.pop(0)] if 0 in writers else []
-        for writer in writers.values():
-            send(writer, message)
+        send_to_all(writers.values(), message)
         await self._wait_until_closed(writers[process] for process in writers if process != lost)
-        for writer in first:
-            send(writer, message)
+        send_to_all(first, message)
         await self._wait_until_closed([*writers.values(), *first])
         self._server.close()
         for writer in self._connections:
@@ -123,21 +128,20 @@ class Hub:
         if not isinstance(context.get("exception"), OSError):
             loop.default_exception_handler(context)
         # Closes connections, because this process has no file descriptors left.
-        self._turn_away(self._strangers())
+        self._turn_away(len(self._strangers))
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
         self._connections[writer].add_done_callback(lambda _: self._connections.pop(writer))
+        self._strangers[writer] = None
         # Closes the oldest connections without an introduction if there are too many, because
         # processes of the run introduce themselves quickly.
-        self._turn_away(self._strangers()[: -MAX_STRANGERS - len(self._members)])
+        self._turn_away(len(self._strangers) - MAX_STRANGERS - len(self._members))
 
-    def _strangers(self) -> list[asyncio.StreamWriter]:
-        ours = [member.writer for member in self._members.values()]
-        return [one for one in self._connections if one not in ours and not one.is_closing()]
-
-    def _turn_away(self, strangers: list[asyncio.StreamWriter]) -> None:
-        for stranger in strangers:
+    def _turn_away(self, number: int) -> None:
+        """Closes the oldest connections without an introduction."""
+        for stranger in list(itertools.islice(self._strangers, max(number, 0))):
+            del self._strangers[stranger]
             stranger.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -162,6 +166,7 @@ class Hub:
         except OSError:
             pass  # The connection has closed, or a stranger has broken the protocol.
         finally:
+            self._strangers.pop(writer, None)
             writer.close()
             if process is not None and process not in self._said["done"]:
                 self._lose(process, CLOSED)
@@ -188,9 +193,11 @@ class Hub:
                 reason = f"process {hello.process} is connected already, {where}"
             return {"kind": "refused", "reason": reason}
         member.writer, member.host, member.pid = writer, hello.host, hello.pid
-        if all(member.writer for member in self._members.values()):
+        self._strangers.pop(writer, None)
+        self._num_connected += 1
+        if self._num_connected == len(self._members):
             self._server.close()
-            self._turn_away(self._strangers())
+            self._turn_away(len(self._strangers))
         return {"kind": "admitted", "host": socket.gethostname(), "pid": os.getpid()}
 
     def _handle(self, process: int, message: Message) -> None:
@@ -247,8 +254,9 @@ class Hub:
         progress = {process: member.progress for process, member in members.items()}
         if hung := find_hung(progress, timeout_seconds=timeout_seconds):
             self._lose(*hung)
-        if not (missing := [process for process in members if not members[process].writer]):
+        if self._num_connected == len(members):
             return
+        missing = [process for process in members if not members[process].writer]
         join_seconds = self._terms.join_seconds
         self._waited += awake
         if self._waited > join_seconds:
@@ -261,19 +269,15 @@ class Hub:
             self._notice_at = next(self._notices)
             self._tell({"kind": "waiting", "text": told})
 
-    def _steps(self) -> list[tuple[int, float] | None]:
-        """Returns the last step of each process, and the seconds since that step."""
-        return [
-            None
-            if (done := one.progress).step is None
-            else (done.step, done.step_age + one.silence)
-            for one in self._members.values()
-        ]
+    def _steps(self) -> list[tuple[int, int | None, float]]:
+        """Returns processes, their last steps and the seconds since then, see `slowest`."""
+        return slowest(
+            (process, one.progress.step, round(one.progress.step_age + one.silence, 1))
+            for process, one in self._members.items()
+        )
 
     def _tell(self, message: Message) -> None:
-        for member in self._members.values():
-            if member.writer:
-                send(member.writer, message)
+        send_to_all((one.writer for one in self._members.values() if one.writer), message)
 
     def _lose(self, process: int | None, reason: str, *, is_failure: bool = False) -> None:
         member = _Member() if process is None else self._members[process]

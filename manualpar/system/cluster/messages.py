@@ -18,7 +18,7 @@ import hmac
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from types import NoneType
 from typing import Any
 
@@ -59,9 +59,16 @@ class NonsenseError(ConnectionError):
 
 def send(writer: asyncio.StreamWriter, message: Message) -> None:
     """Sends a message; does nothing if the connection has ended."""
-    if not writer.is_closing():
-        data = json.dumps(message).encode()
-        writer.write(len(data).to_bytes(4, "big") + data)
+    send_to_all([writer], message)
+
+
+def send_to_all(writers: Iterable[asyncio.StreamWriter], message: Message) -> None:
+    """Sends several processes the same message, which is encoded once; see `send`."""
+    data = json.dumps(message).encode()
+    data = len(data).to_bytes(4, "big") + data
+    for writer in writers:
+        if not writer.is_closing():
+            writer.write(data)
 
 
 async def receive(reader: asyncio.StreamReader, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Message:

@@ -24,6 +24,8 @@ from manualpar.system.storage import AnyPath
 LEAST_FREE_BYTES = 2**30
 # The open files that a process needs in addition to the connections with the other processes.
 OWN_FILES = 256
+# With fewer of them process 0 might not be able to accept connections.
+HUB_FILES = 64
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -62,6 +64,26 @@ def find_host() -> Host:
             listen_at(address).close()
             return Host(name, address)
     return Host(name, addresses[0] if addresses else "", has_address=False)
+
+
+def raise_limits(count: int) -> None:
+    """Raises this process's limit of open files for a run of `count` processes, if it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OWN_FILES + 2 * count
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(OSError, ValueError):  # The system allows less; `limits` says so.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def check_hub_limits(count: int) -> None:
+    """Raises a `ValueError` if process 0 may not open a connection with each of `count` processes.
+
+    Otherwise processes would wait for a hub that cannot accept them.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < HUB_FILES + count:
+        raise ValueError(f"{socket.gethostname()}, the host of process 0, {limits(count)[0][0]}")
 
 
 def limits(count: int) -> list[Finding]:

@@ -56,11 +56,13 @@ class PreflightError(ValueError):
 
 
 class Verdict(NamedTuple):
-    """What process 0 has concluded, the same in all processes.
+    """What process 0 has concluded.
 
     Attributes:
-      lines: A line for each host: `n1: ok`, or what is wrong there and what to do.
-      fatal: The findings for which a run is refused, a sentence without its full stop each.
+      lines: A line for each host: `n1: ok`, or what is wrong there and what to do; only in process
+        0.
+      fatal: The findings for which a run is refused, a sentence without its full stop each; of
+        many findings the first, and the number of the others. The same in all processes.
     """
 
     lines: list[str]
@@ -92,15 +94,18 @@ def check_hosts(
       host: This process's host, by default as `find_host` finds it.
 
     Returns:
-      The verdict, the same in all processes.
+      The verdict.
     """
     devices = _examine_devices(cluster) if has_devices else {"findings": []}
     with _folder(workdir):
         verdict = _check(cluster, find_host() if host is None else host, workdir, facts, devices)
-        judged = cluster.share(verdict._asdict() if cluster.is_main else {}, [0])
+        # The lines stay in process 0: if each process got a line for each, that would be n * n.
+        judged = cluster.share({"fatal": verdict.fatal} if cluster.is_main else {}, [0])
     cluster.enter(UNWATCHED)
+    if cluster.is_main:
+        return verdict
     # Nothing was shared if another process was lost; then this process is about to end.
-    return Verdict(**judged[0]) if 0 in judged else Verdict([], [])
+    return Verdict([], judged[0]["fatal"] if 0 in judged else [])
 
 
 def _check(
@@ -182,7 +187,7 @@ def _examine_devices(cluster: Cluster) -> dict[str, Any]:
 
 def describe_refusal(verdict: Verdict) -> str:
     """Returns the sentence with which a run is refused."""
-    return "the hosts are not ready for this run: " + "; ".join(list_some(verdict.fatal))
+    return "the hosts are not ready for this run: " + "; ".join(verdict.fatal)
 
 
 @contextlib.contextmanager
@@ -328,7 +333,7 @@ def _judge(reports: Mapping[int, Any]) -> Verdict:
     ]
     differences = describe_differences({process: one["facts"] for process, one in reports.items()})
     warnings = _unequal(reports)
-    return Verdict([*lines, *differences, *warnings], [*fatal, *differences])
+    return Verdict([*lines, *differences, *warnings], list_some([*fatal, *differences]))
 
 
 def _clock_findings(clock: float | None) -> list[Finding]:

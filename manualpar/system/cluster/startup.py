@@ -27,6 +27,7 @@ from manualpar.system.cluster.environment import MEND, Assignment, find_assignme
 from manualpar.system.cluster.facts import Facts, announce
 from manualpar.system.cluster.hub import Hub
 from manualpar.system.cluster.messages import TOKEN_VARIABLE, NotMetError, Terms
+from manualpar.system.cluster.own_host import check_hub_limits, raise_limits
 from manualpar.system.cluster.preflight import (
     PreflightError,
     Verdict,
@@ -99,7 +100,7 @@ def initialize(
       RuntimeError: JAX has already made its devices.
 
     Communication:
-      Two small all-gathers over all devices if JAX finds the coordinator; else none.
+      Two small all-reduces over all devices if JAX finds the coordinator; else none.
     """
     for name, value in (
         ("timeout_seconds", timeout_seconds),
@@ -195,6 +196,9 @@ def _meet(
         return Cluster(timeout_seconds=timeout_seconds), None
     assert own.process_id is not None
     assert own.num_processes is not None
+    raise_limits(own.num_processes)
+    if own.process_id == 0:
+        check_hub_limits(own.num_processes)
     cluster = Cluster(
         process_id=own.process_id, num_processes=own.num_processes, timeout_seconds=timeout_seconds
     )

@@ -122,6 +122,9 @@ class TrainingProgress:
         num_steps: int,
         first_step: int = 0,
         state_bytes: int | None = None,
+        while_compiling: Callable[[], contextlib.AbstractContextManager[object]] = (
+            contextlib.nullcontext
+        ),
         get_time: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes the bar, which appears when the context is entered.
@@ -131,11 +134,12 @@ class TrainingProgress:
           num_steps: The number of updates at the end of the training.
           first_step: The number of updates that an earlier run made.
           state_bytes: The bytes of the state on the fullest device; `None` to show none.
+          while_compiling: Makes a context in which a step is compiled.
           get_time: Returns the time in seconds, to estimate the remaining time.
         """
         self._console = console
         self._num_steps = num_steps
-        self._get_time = get_time
+        self._get_time, self._while_compiling = get_time, while_compiling
         self._compiled: list[Callable[..., Any]] = []
         self._compiling: _Compiling | None = None
         self._metrics: dict[str, float] = {}
@@ -172,7 +176,10 @@ class TrainingProgress:
         self._bar.update(self._task, **self._fields())
         lines = f"compiling the {name}", f"compiled the {name}"
         try:
-            with logged_seconds(self._console, *lines, get_time=self._get_time):
+            with (
+                self._while_compiling(),
+                logged_seconds(self._console, *lines, get_time=self._get_time),
+            ):
                 return step(*args)
         finally:
             self._compiling = None

@@ -5,6 +5,7 @@ the run, so it can be made again at any time. The page needs no other file, and 
 policy forbids content from other places.
 """
 
+import datetime
 import html
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +21,11 @@ from manualpar.training.monitoring.run_record import (
     read_run,
     sort_splits,
 )
+from manualpar.training.monitoring.run_times import add_up
 
 PAGE_FILE = "report.html"
 PICTURE_FILE = "report.png"
+SHOWN_LOSSES = 200  # Rows of a table; `times.jsonl` has all intervals.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --faint: #ddd; --grey: #666; }
@@ -86,6 +89,8 @@ def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, ob
         "Last numbers": _final_table(run),
         "Facts": _table([[name, _plain(value)] for name, value in facts.items()]),
         "Resumes and rollbacks": _resumes_table(run),
+        "Time": _times_table(run),
+        "Starts, stops, saves and stalls": _losses_table(run),
         "Left out": "\n".join(f"<p>{html.escape(text)}</p>" for text in run.left_out),
         "Config": _table([[name, _plain(value)] for name, value in _flatten(run.config)]),
     }
@@ -132,6 +137,41 @@ def _resumes_table(run: RunRecord) -> str:
         for record in run.resumes
     ]
     return _table(rows, ["after step", "what", "time", "lines cut off"])
+
+
+def _times_table(run: RunRecord) -> str:
+    """Makes the table of what the run spent its time on, whose rows add up to its time."""
+    times = add_up(run.times)
+    ordered = sorted(times.seconds.items(), key=lambda one: -one[1])
+    rows = [[what, *_seconds(seconds, times.total)] for what, seconds in ordered]
+    headers = ["", "seconds", "share"]
+    rows += [["in all", *_seconds(times.total, times.total)]] if rows else []
+    return _table(rows, headers, cell='td class="number"')
+
+
+def _seconds(seconds: float, total: float) -> list[str]:
+    return [f"{seconds:,.1f}", f"{seconds / total:.1%}" if total else ""]
+
+
+def _losses_table(run: RunRecord) -> str:
+    """Makes the table of the intervals without training; short ones of a kind share a row."""
+    losses = add_up(run.times).losses
+    shown = sorted(losses, key=lambda one: -one.seconds)[:SHOWN_LOSSES]
+    rows = [
+        [
+            one.what,
+            datetime.datetime.fromtimestamp(one.began, datetime.UTC).isoformat(timespec="seconds"),
+            f"{one.step:,}",
+            f"{one.seconds:,.1f}",
+        ]
+        for one in losses
+        if one in shown
+    ]
+    others = [one for one in losses if one not in shown]
+    for what in dict.fromkeys(one.what for one in others):
+        seconds = [one.seconds for one in others if one.what == what]
+        rows.append([f"{len(seconds):,} shorter: {what}", "", "", f"{sum(seconds):,.1f}"])
+    return _table(rows, ["", "time", "after step", "seconds"], cell='td class="number"')
 
 
 def _plain(value: Any) -> str:

@@ -3,6 +3,7 @@
     config.json        the current config; config.1.json, ... are the configs before a resume
     metrics.jsonl      results of the training: the same lines even if a run was killed and resumed
     throughput.jsonl   numbers that depend on clock and machine: different lines in every run
+    times.jsonl        what process 0 spent its time on, see `run_times`; never cut back
     discarded.jsonl    a line for each resume and rollback, with the lines cut off from the files
     events.out.*       all of the numbers for TensorBoard, an event file for each start
     .lock              locked by the run that writes here, see `manualpar.training.workdir_lock`

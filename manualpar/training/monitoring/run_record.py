@@ -16,6 +16,7 @@ from manualpar.training.monitoring.run_files import (
     METRICS_FILE,
     THROUGHPUT_FILE,
 )
+from manualpar.training.monitoring.run_times import TIMES_FILE, check_interval
 
 Point = tuple[int, float | None]
 Record = Mapping[str, Any]
@@ -43,6 +44,7 @@ class RunRecord(NamedTuple):
     """The content of a run's files.
 
     `resumes` are the lines of `discarded.jsonl`: one line for each resume and each rollback.
+    `times` are the lines of `times.jsonl`: what the run spent its time on.
     `left_out` has a sentence for each file that has content which no run writes, so that it was
     left out.
     """
@@ -52,6 +54,7 @@ class RunRecord(NamedTuple):
     throughput: Sequence[Record]
     resumes: Sequence[Record]
     left_out: Sequence[str]
+    times: Sequence[Record] = ()
 
 
 class Chart(NamedTuple):
@@ -79,7 +82,8 @@ def read_run(workdir: Path) -> RunRecord:
     metrics = _read_lines(workdir / METRICS_FILE, _check_numbers, left_out)
     throughput = _read_lines(workdir / THROUGHPUT_FILE, _check_numbers, left_out)
     resumes = _read_lines(workdir / DISCARDED_FILE, _check_resume, left_out)
-    return RunRecord(config, metrics, throughput, resumes, left_out)
+    times = _read_lines(workdir / TIMES_FILE, check_interval, left_out)
+    return RunRecord(config, metrics, throughput, resumes, left_out, times)
 
 
 def _read_lines(

@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Self, TextIO
 
+SHOWN_NAMES = 8
+
 
 @dataclasses.dataclass(eq=False)
 class StallDetector:
@@ -27,10 +29,12 @@ class StallDetector:
     seconds: float  # A stall is reported after this time without a step; 0: never.
     _: dataclasses.KW_ONLY
     stream: TextIO | None = None  # The stream for the reports; standard error by default.
-    # Returns, for each process that has made a step, its last step and the seconds since then. The
-    # detector's thread calls it, and only in a stall.
-    others: Callable[[], Mapping[int, tuple[int, float]]] | None = None
-    num_processes: int = 0  # Used to find the processes that have made no step.
+    # Returns the steps of the slowest processes, see `describe_late`. The detector's thread calls
+    # it, and only in a stall.
+    others: Callable[[], Mapping[int, tuple[int, float] | None]] | None = None
+    num_processes: int = 0
+    # Called in the thread of `beat` with the seconds of a stall that is over.
+    on_over: Callable[[float], None] = lambda seconds: None
     get_time: Callable[[], float] = time.monotonic
     _step: int | None = None
     _work: list[str] = dataclasses.field(default_factory=list)
@@ -50,6 +54,7 @@ class StallDetector:
             self._step, self._heard_at, self._reports = step, now, 0
         if reports:
             self._write(f"stall: over after {silence:.0f} s, at step {step}.\n")
+            self.on_over(silence)
 
     @contextlib.contextmanager
     def during(self, work: str) -> Iterator[None]:
@@ -114,17 +119,19 @@ class StallDetector:
         stream.flush()
 
 
-def describe_late(steps: Mapping[int, tuple[int, float]], *, num_processes: int = 0) -> str:
+def describe_late(told: Mapping[int, tuple[int, float] | None], *, num_processes: int = 0) -> str:
     """Returns a sentence that names the late processes.
 
-    `steps` maps each process to its last step and the seconds since then. A process below
-    `num_processes` that is missing in `steps` has made no step.
+    `told` maps the slowest processes to their last step and the seconds since then, or to `None`
+    if they have made no step. The other processes of `num_processes` are not slower than these.
     """
+    steps = {process: done for process, done in told.items() if done}
     if not steps:
         return "Which process is late is not known: no process has reported a step."
     lowest = min(step for step, _ in steps.values())
-    if missing := sorted(set(range(num_processes)) - steps.keys()):
-        names = ", ".join(f"process {process}" for process in missing)
+    is_all_told = len(told) >= num_processes
+    if missing := sorted(process for process, done in told.items() if not done):
+        names = _list_names([f"process {process}" for process in missing], is_all_told)
         return f"Late: {names}, with no step yet; the others are at step {lowest} or later."
     if len(steps) == 1:
         ((process, (step, seconds)),) = steps.items()
@@ -133,12 +140,19 @@ def describe_late(steps: Mapping[int, tuple[int, float]], *, num_processes: int 
     if len(late) == len(steps):
         longest = max(steps, key=lambda process: steps[process][1])
         return (
-            f"All {len(steps)} processes are at step {lowest}; the longest silent is process "
-            f"{longest}, for {steps[longest][1]:.0f} s."
+            f"All {max(len(steps), num_processes)} processes are at step {lowest}; the longest "
+            f"silent is process {longest}, for {steps[longest][1]:.0f} s."
         )
     ahead = min(step for step, _ in steps.values() if step != lowest)
-    names = ", ".join(f"process {process} ({steps[process][1]:.0f} s ago)" for process in late)
+    names = _list_names(
+        [f"process {process} ({steps[process][1]:.0f} s ago)" for process in late], is_all_told
+    )
     return f"Late: {names}, at step {lowest}; the others are at step {ahead} or later."
+
+
+def _list_names(names: list[str], is_all_told: bool) -> str:
+    """Lists names; says if they are not all, because only some processes are told."""
+    return ", ".join(names if is_all_told else [*names[:SHOWN_NAMES], "and maybe others"])
 
 
 def thread_stacks() -> list[str]:

@@ -66,6 +66,13 @@ def test_of_the_dims_that_divide_the_largest_with_whole_tiles_is_chosen(shape, d
     assert choose_shard_dim(shape, (None,) * len(shape), 8, min_weight_size=0) == (dim, why)
 
 
+def test_gpus_prefer_the_first_dim_that_divides():
+    for shape, dim in {(2048, 8192): 0, (12, 128, 2048): 1, (1001, 8): 1}.items():
+        names = (None,) * len(shape)
+        chosen, _ = choose_shard_dim(shape, names, 8, min_weight_size=0, prefers_first=True)
+        assert chosen == dim
+
+
 @pytest.mark.parametrize(
     ("shape", "devices", "dim"),
     [

@@ -63,7 +63,7 @@ BATCH = Batch(TOKENS, np.roll(TOKENS, -1, 1))
 
 
 def is_adapter(path: str) -> bool:
-    return path.endswith(("/lora_a", "/lora_b"))
+    return path.endswith(("lora_a", "lora_b"))
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
@@ -72,11 +72,12 @@ def by_path(tree: Any) -> dict[str, np.ndarray]:
 
 
 def parameters(model: Any) -> Any:
-    """Initial ones, with `lora_b` as if it had been trained."""
+    """Initial ones, with what makes products zero as if it had been trained."""
 
     def trained(path: Any, x: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(1), len(path_name(path)))
-        return jax.random.normal(key, x.shape) / 4 if path_name(path).endswith("lora_b") else x
+        is_zero = path_name(path).endswith(("lora_b", "embedding_lora_a"))
+        return jax.random.normal(key, x.shape) / 4 if is_zero else x
 
     variables = jax.jit(lambda: nn.meta.unbox(model.init(jax.random.key(0), BATCH.inputs)))()
     return jax.tree.map_with_path(trained, variables["params"])

@@ -3,13 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from manualpar import (
     fsdp,
     lora,
+    merge_lora,
     tensor_parallel,
 )
+from manualpar.models import Attention, Experts, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from tests.models.finetuning.adapted_models import (
     ALL_OF_OURS,
@@ -91,3 +94,49 @@ def test_a_step_of_our_transformer_is_that_of_one_device(name):
 def test_a_step_of_a_model_with_a_plan_is_that_of_one_device():
     model = tensor_parallel(Somebodys(), PLAN)
     check(lora(model, SOMEBODYS, alpha=4), on(fsdp, D24))
+
+
+def test_a_glob_chooses_kernels_and_leaves_norms_alone():
+    model = Transformer(**OURS, attention=Attention(query_key_norm=True, qkv_bias=True))
+
+    def adapted(glob: str) -> set[str]:
+        init = lora(model, {glob: 2}, alpha=4).init
+        found = by_path(jax.eval_shape(init, jax.random.key(0), BATCH.inputs)["params"])
+        return {path.removesuffix("lora_a") for path in found if path.endswith("lora_a")}
+
+    names = ("query", "key", "value", "out")
+    assert adapted("*/attention/*") == {f"layers/attention/{name}/" for name in names}
+    with pytest.raises(ValueError, match="and module 'layers/attention/key_norm' is a RMSNorm, ex"):
+        adapted("*/attention/*_norm")
+    with pytest.raises(ValueError, match=r"parameter 'layers/attention/key/bias' of shape"):
+        adapted("*/key/bias")
+    with pytest.raises(ValueError, match="this glob matches no module with parameters"):
+        adapted("*head*")
+
+
+TABLES = {"*/attention/*": 2, "embedding": 2, "head": 3, "*/experts/up": 2, "*/experts/down": 2}
+SPLIT = {"experts": Experts(4, axis="expert", capacity_factor=0.0), "split": Split("model")}
+MESHES = [
+    ({"data": 8}, {"experts": Experts(4, capacity_factor=0.0)}),
+    ({"data": 2, "expert": 2, "model": 2}, SPLIT),
+    ({"data": 4, "expert": 2}, SPLIT | {"scan_layers": False}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "fields"), MESHES, ids=str)
+def test_adapters_of_tables_and_experts_are_those_of_one_device(mesh, fields):
+    model = lora(Transformer(**OURS, **fields), TABLES, alpha=4, rank_stabilized=True)
+    axes = tuple(axis for axis in ("data", "expert") if axis in mesh)
+    program = check(model, on(fsdp, mesh, axis_name=axes), language_model_loss)
+    # They are added to the parameters, and merged into them.
+    state = program.init_from(parameters(model))
+    base = Transformer(**OURS, **fields)
+    merged = on(fsdp, mesh, axis_name=axes)(base, optax.sgd(1.0), language_model_loss, batch=BATCH)
+    params = merged.whole(merged.init_from(merge_lora(program, state)))
+    np.testing.assert_allclose(
+        base.apply(params, BATCH.inputs),
+        model.apply(program.whole(state), BATCH.inputs),
+        rtol=1e-4,
+        atol=1e-5,
+    )

@@ -10,16 +10,18 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.system.cluster.agreement import first_failure, from_first, gather
+from manualpar.system.cluster.agreement import any_process, first_failure, from_first, gather
 from manualpar.training.checkpoints import Checkpoints
 from tests.paths import ROOT
-from tests.system.cluster.processes import lines_of_ours
+from tests.system.cluster.processes import free_port, lines_of_ours
 from tests.training.checkpoints.worker import shared_program, train
 
 
 def test_one_process_agrees_with_itself():
     assert gather({"a": (1, None)}) == [{"a": [1, None]}]
     assert from_first([1, "x"]) == [1, "x"]
+    assert not any_process(False)
+    assert any_process(True)
     assert first_failure("") == ""
     assert first_failure("it failed") == "it failed"
 
@@ -114,3 +116,53 @@ def test_damage_that_one_process_finds_stops_all(tmp_path):
             assert "Going on from step 2" in lines[1]
         assert outputs[0] == outputs[1]
         victim.write_bytes(data)
+
+
+AGREE = """
+import sys
+from manualpar import simulate_devices
+
+simulate_devices(2)
+
+from manualpar.system.cluster import initialize
+from manualpar.system.cluster.agreement import any_process, failing_together
+from manualpar.system.cluster.agreement import first_failure, from_first
+from manualpar.system.storage import FolderError
+
+address, process = sys.argv[1], int(sys.argv[2])
+with initialize(coordinator_address=address, num_processes=3, process_id=process):
+    print(from_first({"from": process, "text": "x" * (10 + process)}))
+    print(any_process(False), any_process(process == 2))
+    print([first_failure(""), first_failure("" if process == 0 else f"{process} failed")])
+    with failing_together():
+        pass
+    for kind in (OSError, ValueError):
+        try:
+            with failing_together():
+                if process == 1:
+                    raise kind("no room")
+        except (FolderError, OSError, ValueError) as error:
+            print(isinstance(error, ValueError) and not isinstance(error, OSError), error)
+    # Messages of one agreement must not reach another. Their lengths differ.
+    for number in range(50):
+        assert from_first("x" * (number % 7)) == "x" * (number % 7)
+        assert any_process(process == number % 4) == (number % 4 < 3)
+        failure = "failed" if process == number % 5 else ""
+        assert first_failure(failure) == ("failed" if number % 5 < 3 else "")
+"""
+
+
+@pytest.mark.slow
+def test_three_processes_make_the_same_decisions(processes):
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-c", AGREE, address]
+    started = [processes.start([*command, str(process)]) for process in range(3)]
+    for process in started:
+        assert process.wait() == 0, process.err
+        assert lines_of_ours(process.out) == [
+            "{'from': 0, 'text': 'xxxxxxxxxx'}",
+            "False True",
+            "['', '1 failed']",
+            "False no room",
+            "True no room",
+        ]

@@ -35,7 +35,8 @@ def steps_of(process):
 def assert_lost(process, lost, reason):
     """Ended for the sake of another process, and the first thing it said is which."""
     assert process.wait() == LOST_PROCESS_EXIT_CODE, process.err
-    said = lines_of_ours(process.err)
+    # On a busy machine processes start slowly, so that others say for whom they wait.
+    said = [line for line in lines_of_ours(process.err) if " not connected after " not in line]
     pid = re.search(r"^pid (\d+)$", lost.out, re.MULTILINE)[1]
     number = lost.out_path.parent.name.removeprefix("process")
     assert re.match(

@@ -15,6 +15,14 @@ def test_every_difference_is_a_sentence_that_says_who_has_what():
     ]
 
 
+def test_a_sentence_about_thousands_of_processes_is_short():
+    facts = {process: {"host": f"n{process}", "seed": str(process % 2)} for process in range(4096)}
+    hosts, seeds = describe_differences(facts)
+    assert hosts.endswith("n7 in process 7 and 4088 other values")
+    assert seeds.startswith("seed is 0 in processes 0, 2, 4, ")
+    assert seeds.endswith(", 31 and 2,032 more")
+
+
 def test_only_the_first_differences_are_told_and_long_values_are_cut():
     facts = {process: {str(i): str(process) * 1000 for i in range(20)} for process in range(2)}
     sentences = describe_differences(facts)

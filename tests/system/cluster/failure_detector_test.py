@@ -8,11 +8,13 @@ import pytest
 from manualpar.system.cluster.failure_detector import (
     FIRST_SECONDS,
     KNOWN_AFTER,
+    MOST_TOLD,
     UNWATCHED,
     Pace,
     ProcessProgress,
     find_hung,
     parse_progress,
+    slowest,
 )
 
 TIMEOUT = 10.0
@@ -193,3 +195,13 @@ def test_nobody_is_hung_before_the_first_phase_and_after_the_last():
     assert run.hung() is None
     run.processes[1].enter("elsewhere")
     assert run.hung() is None
+
+
+def test_of_many_processes_the_slowest_are_told():
+    few = [(process, process, 1.0) for process in range(MOST_TOLD)]
+    assert slowest(reversed(few)) == few
+    equal = [(process, 7, 1.0) for process in range(1000)]
+    assert len(slowest(equal)) == MOST_TOLD
+    assert {step for _, step, _ in slowest([*equal, (1000, 9, 0.0)])} == {7, 9}
+    late = [(3000, None, 0.0), (4000, 6, 5.0), (5000, 6, 9.0)]
+    assert slowest([*equal, *late])[:3] == [late[0], late[2], late[1]]

@@ -18,6 +18,7 @@ from manualpar.system.cluster.channel import Channel, knock
 from manualpar.system.cluster.failure_detector import Pace, ProcessProgress
 from manualpar.system.cluster.hub import MAX_STRANGERS, Hub
 from manualpar.system.cluster.messages import Terms
+from manualpar.system.cluster.own_host import check_hub_limits, raise_limits
 from manualpar.system.cluster.startup import listen, split_address
 from manualpar.system.cluster.stopping import StopGate
 from tests.system.cluster.framing import framed
@@ -387,3 +388,18 @@ def test_process_0_that_never_comes_is_an_error():
 def test_addresses():
     assert split_address("10.0.0.1:12") == ("10.0.0.1", 12)
     assert split_address("[::1]:12") == ("::1", 12)
+
+
+def test_a_hub_without_enough_open_files_says_so(monkeypatch):
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, values: limits.append(values))
+    raise_limits(100)
+    assert limits == [(1024, 4096)]
+    raise_limits(1000)
+    assert limits[-1] == (2256, 4096)
+    check_hub_limits(1000)
+    raise_limits(8192)
+    assert limits[-1] == (4096, 4096)
+    with pytest.raises(ValueError, match=r"may open 4096 files, expected at least 16640 for 8192 "):
+        check_hub_limits(8192)

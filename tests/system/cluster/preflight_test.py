@@ -53,7 +53,8 @@ def check_together(count, **options):
 
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         verdicts = list(pool.map(check, range(count), timeout=HANG_SECONDS))
-    assert all(verdict == verdicts[0] for verdict in verdicts)
+    assert all(verdict.fatal == verdicts[0].fatal for verdict in verdicts)
+    assert not any(verdict.lines for verdict in verdicts[1:])
     return verdicts[0]
 
 

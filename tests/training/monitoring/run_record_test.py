@@ -58,7 +58,7 @@ def test_the_learning_rate_and_the_norm_of_gradients_have_charts(tmp_path):
 
 def test_a_folder_without_a_run_holds_nothing(tmp_path):
     run = read_run(tmp_path)
-    assert run == ({}, [], [], [], [])
+    assert run == ({}, [], [], [], [], [])
     assert make_charts(run) == []
     assert final_numbers(run) == {}
 

@@ -131,10 +131,21 @@ def test_who_is_late(steps, sentence):
 
 
 def test_who_has_made_no_step_is_late():
-    watched = Watched(others=lambda: {0: (1, 9.0), 2: (2, 8.0)}, num_processes=4)
+    watched = Watched(others=lambda: {1: None, 3: None, 0: (1, 9.0), 2: (2, 8.0)})
     watched.after(10)
     sentence = "Late: process 1, process 3, with no step yet; the others are at step 1 or later.\n"
     assert watched.stream.getvalue().endswith(sentence)
+
+
+def test_of_many_processes_only_some_are_told_and_named():
+    steps = dict.fromkeys(range(15), (3, 9.0)) | {99: (5, 1.0)}
+    sentence = describe_late(steps, num_processes=4096)
+    assert sentence.startswith("Late: process 0 (9 s ago), process 1 (9 s ago), ")
+    assert sentence.endswith(
+        ", process 7 (9 s ago), and maybe others, at step 3; the others are at step 5 or later."
+    )
+    equal = dict.fromkeys(range(16), (3, 9.0))
+    assert describe_late(equal, num_processes=4096).startswith("All 4096 processes are at step 3;")
 
 
 def test_others_that_cannot_be_asked_hide_no_stack():

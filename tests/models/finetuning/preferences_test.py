@@ -1,0 +1,199 @@
+"""Preference tuning against the formula of direct preference optimization on one device."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, fsdp, lora, quantized
+from manualpar.data import load_tokenizer, preference_examples
+from manualpar.data.tokenizer import ByteTokenizer
+from manualpar.models import Split, Transformer
+from manualpar.models.finetuning.preferences import WithReference, first_call, preference_loss
+from manualpar.training.fitting import fit
+from tests.data.chats import CHATML, write_chat_tokenizer
+from tests.models.finetuning.adapted_models import OURS, by_path, is_adapter, on
+from tests.one_device import slow_unless
+
+BETA = 0.3
+RANDOM = np.random.default_rng(0)
+TOKENS = RANDOM.integers(0, 16, (8, 2, 9))
+MASK = (RANDOM.random((8, 2, 8)) < 0.5).astype(np.float32)
+MASK[..., -1] = 1
+MASK[5] = 0  # A pair that only fills the batch.
+BATCH = Batch(TOKENS[..., :-1], TOKENS[..., 1:], MASK)
+PLAIN = Transformer(**OURS, num_layers=2)
+TARGETS = {"*/attention/*": 2, "head": 2}
+MESHES = {
+    "data": ({"data": 8}, Split()),
+    "data and model": ({"data": 2, "model": 4}, Split("model")),
+    "sequences": ({"data": 4, "model": 2}, Split("model", True)),
+}
+
+
+def _answers(model: Any, params: Any) -> jax.Array:
+    """The log-probabilities of answers, `[8, 2]`, of all logits on one device."""
+    logits = model.apply({"params": params}, BATCH.inputs.reshape(16, 8))
+    each = jax.nn.log_softmax(logits)
+    each = jnp.take_along_axis(each, BATCH.labels.reshape(16, 8)[..., None], -1)
+    return (each.reshape(8, 2, 8) * MASK).sum(-1)
+
+
+def _on_one_device(policy: Any, model: Any, reference: jax.Array) -> jax.Array:
+    """The loss of TRL's `DPOTrainer` with `loss_type="sigmoid"`, its formula written out."""
+    logps = _answers(model, policy)
+    chosen_logratios, rejected_logratios = (logps - reference).T
+    losses = -jax.nn.log_sigmoid(BETA * (chosen_logratios - rejected_logratios))
+    return losses[np.arange(8) != 5].mean()
+
+
+def _params(model: Any, seed: int = 0) -> Any:
+    def trained(path: Any, x: jax.Array) -> jax.Array:
+        is_up = jax.tree_util.keystr(path).endswith("lora_b']")
+        return jax.random.normal(jax.random.key(3), x.shape) / 4 if is_up else x
+
+    variables = nn.meta.unbox(model.init(jax.random.key(seed), BATCH.inputs[:, 0]))
+    return jax.tree.map_with_path(trained, variables["params"])
+
+
+def _check(program: Any, params: Any, expected: Any) -> Any:
+    """A step of SGD with the loss and gradients of one device; what has no gradient stays."""
+    loss, grads = expected
+    before = by_path(params)
+    state, metrics = program.train_step(program.init_from(params), BATCH)
+    np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], loss, rtol=1e-5)
+    assert metrics["loss"][1] == 7
+    after = by_path(program.whole(state)["params"])
+    assert after.keys() == before.keys()
+    for path, x in before.items():
+        if path in grads:
+            assert np.abs(grads[path]).max() > 1e-6, path
+            np.testing.assert_allclose(after[path], x - grads[path], atol=3e-6, err_msg=path)
+        else:
+            np.testing.assert_array_equal(after[path], x, err_msg=path)
+    return metrics
+
+
+@pytest.mark.parametrize("name", [slow_unless((), name) for name in MESHES])
+def test_a_whole_model_and_its_frozen_copy_are_sharded_beside_each_other(name):
+    mesh, split = MESHES[name]
+    policy, reference = _params(PLAIN, 0), _params(PLAIN, 1)
+    program = on(fsdp, mesh)(
+        WithReference(PLAIN.clone(split=split)),
+        optax.sgd(1.0),
+        preference_loss(BETA),
+        batch=BATCH,
+        trainable=("policy/*",),
+        init_args=first_call,
+    )
+    loss, grads = jax.value_and_grad(_on_one_device)(policy, PLAIN, _answers(PLAIN, reference))
+    grads = {f"policy/{path}": x for path, x in by_path(grads).items()}
+    metrics = _check(program, {"policy": policy, "reference": reference}, (loss, grads))
+    chosen, rejected = (_answers(PLAIN, policy) - _answers(PLAIN, reference)).T
+    margins = BETA * np.delete(chosen - rejected, 5)
+    np.testing.assert_allclose(metrics["margin"][0], margins.sum(), rtol=1e-4)
+    assert metrics["accuracy"][0] == (margins > 0).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MESHES))
+def test_the_reference_of_adapters_is_the_model_without_them(name):
+    mesh, split = MESHES[name]
+    one = lora(PLAIN, TARGETS, alpha=4)
+    params = _params(one)
+    program = on(fsdp, mesh)(
+        lora(PLAIN.clone(split=split), TARGETS, alpha=4),
+        optax.sgd(1.0),
+        preference_loss(BETA),
+        batch=BATCH,
+        init_args=first_call,
+    )
+    expected = _answers(PLAIN, _params(PLAIN))  # Other parameters have the same initial bits.
+    loss, grads = jax.value_and_grad(_on_one_device)(params, one, expected)
+    _check(program, params, (loss, {p: x for p, x in by_path(grads).items() if is_adapter(p)}))
+
+
+def test_the_reference_drops_no_activations():
+    called = []
+
+    def apply_fn(variables: Any, tokens: Any, *, train: bool, **kwargs: Any) -> Any:
+        called.append((set(variables["params"]), train))
+        return jnp.zeros((*tokens.shape, 16))
+
+    params = dict.fromkeys(("head", "head_lora_a", "head_lora_b"), jnp.zeros((2, 2)))
+    preference_loss(BETA)(params, apply_fn, BATCH, jax.random.key(0))
+    assert called == [(set(params), True), ({"head"}, False)]
+
+
+@pytest.mark.slow
+def test_a_run_on_pairs_of_chats_learns_what_is_chosen(tmp_path):
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", CHATML))
+    chats = [
+        {
+            "prompt": [{"role": "user", "content": f"Is {number} even?"}],
+            "chosen": [{"role": "assistant", "content": "It is"}],
+            "rejected": [{"role": "assistant", "content": "You are welcome"}],
+        }
+        for number in range(8)
+    ]
+    with pytest.raises(ValueError, match="pair 1 has tools, which the chat's template leaves out"):
+        preference_examples([{**chats[0], "tools": [{"name": "f"}]}], tokenizer, 64)
+    pairs = preference_examples(chats, tokenizer, 64)
+    model = Transformer(**{**OURS, "vocab_size": tokenizer.vocab_size}, num_layers=2)
+    base = quantized(model, {"*kernel": 8}, code="nf4")
+    result = fit(
+        lora(base, {"*/attention/*": 4, "head": 4}, alpha=8),
+        preference_loss(),
+        {"train": pairs, "eval": pairs},
+        config={
+            "training.num_steps": 20,
+            "data.batch_size": 8,
+            "optimizer.learning_rate": 1e-2,
+            "optimizer.warmup_steps": 0,
+        },
+        options={"init_args": first_call},
+        workdir=tmp_path / "run",
+    )
+    assert result.metrics["eval"]["loss"] < 0.6 < np.log(2)
+    assert result.metrics["eval"]["accuracy"] == 1
+
+
+def test_pairs_are_encoded_up_to_where_they_differ(tmp_path):
+    tokenizer = ByteTokenizer()
+    pair = {"prompt": "Q", "chosen": "yes", "rejected": "you", "more": 1}
+    (example,) = preference_examples([pair], tokenizer, 6)
+    end = tokenizer.end_token
+    assert example.inputs.tolist() == [[end, *b"Qyes", end], [end, *b"Qyou", end]]
+    assert example.labels.tolist() == [[*b"Qyes", end, 0], [*b"Qyou", end, 0]]
+    assert example.mask.tolist() == [[0, 0, 1, 1, 1, 0]] * 2
+    for change, words in (
+        ({"chosen": "you"}, "pair 2 has the same answer twice"),
+        ({"chosen": "you are"}, "pair 2 has an answer that ends after 9 positions, expected at"),
+        ({"chosen": 1}, "pair 2 has a completion of type int"),
+        ({"rejected": None}, "pair 2 has a completion of type NoneType"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            preference_examples([pair, {**pair, **change}], tokenizer, 6)
+    with pytest.raises(ValueError, match="pair 1 has no 'rejected', expected 'prompt', 'chosen'"):
+        preference_examples([{"prompt": "", "chosen": ""}], tokenizer, 6)
+
+
+def test_what_has_no_reference_or_is_no_pair_is_refused():
+    with pytest.raises(ValueError, match="beta is 0, expected a number above 0"):
+        preference_loss(0)
+
+    def build(model: Any, batch: Batch = BATCH) -> None:
+        on(fsdp, {"data": 8})(
+            model, optax.sgd(1.0), preference_loss(), batch=batch, init_args=first_call
+        )
+
+    with pytest.raises(ValueError, match="has no adapters and no reference, expected the result"):
+        build(PLAIN)
+    with pytest.raises(ValueError, match=r"the model has z_loss=0\.1, expected 0"):
+        build(WithReference(PLAIN.clone(z_loss=0.1)))
+    with pytest.raises(ValueError, match=r"expected \[B, 2, S\] each"):
+        build(WithReference(PLAIN), Batch(BATCH.inputs, BATCH.labels))

@@ -1,0 +1,254 @@
+"""Adapters go to the library peft and come from it, with the same logits."""
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from manualpar import fsdp, lora, make_mesh, quantized
+from manualpar.models import Experts, Split, Transformer
+from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.pretrained import (
+    export_peft,
+    load_hf,
+    load_peft,
+    lora_of_peft,
+    read_architecture,
+)
+from manualpar.models.pretrained.peft_config import read_peft_config
+from tests.models.pretrained.transformers_models import MODELS, make_batch, saved
+
+BATCH = make_batch()
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TABLES = ["embed_tokens", "lm_head"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+SOME = {
+    "rank_pattern": {"layers.1.self_attn.q_proj": 4, "v_proj": 1},
+    "layers_to_transform": [1, 2],
+}
+FAMILIES: dict[str, Any] = {
+    "llama, rank-stabilized": ("Llama", {}, LAYERS + TABLES, {"use_rslora": True}),
+    "qwen3, some layers": ("Qwen3", {"head_dim": 8}, LAYERS, SOME),
+    "qwen2, other factors": ("Qwen2", {}, LAYERS, {"alpha_pattern": {"2.self_attn.q_proj": 7}}),
+    "gemma2, tied": ("Gemma2", GEMMA, LAYERS, {}),
+    "mixtral, experts": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_hidden_layers": 2},
+        ["q_proj"],
+        {"target_parameters": EXPERTS, "rank_pattern": {"experts.gate_up_proj": 2}},
+    ),
+    "qwen2_moe, half of the experts": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "num_hidden_layers": 2,
+        },
+        ["q_proj", "shared_expert.gate_proj", "shared_expert.down_proj", "shared_expert_gate"],
+        {"target_parameters": EXPERTS[:1], "use_rslora": True},
+    ),
+}
+
+
+# Warnings of peft itself: it also says that a pattern for a parameter is ignored, and applies it.
+of_peft = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore:The following rank_pattern"
+)
+
+
+def _program(model: Any, mesh: dict[str, int]) -> Any:
+    options: Any = {"mesh": make_mesh(mesh), "batch": BATCH, "min_weight_size": 0, "pad": True}
+    return fsdp(model, optax.sgd(1.0), language_model_loss, **options)
+
+
+@functools.cache
+def _of_peft(name: str, folder: Path) -> tuple[Any, Path, np.ndarray]:
+    """A model of transformers, adapters that peft has written, and the logits of both."""
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    family, fields, targets, options = FAMILIES[name]
+    base = saved(family, fields)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, **options)
+    model = peft.get_peft_model(copy.deepcopy(base.model), config)
+    torch.manual_seed(1)
+    for path, x in model.named_parameters():
+        if "lora_" in path:
+            x.data = torch.randn_like(x) / 4
+    model.save_pretrained(folder / family)
+    logits = model(torch.tensor(BATCH.inputs)).logits.detach().numpy()
+    return base, folder / family, logits
+
+
+@pytest.mark.slow
+@of_peft
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("adapters")
+    base, adapters, logits = _of_peft(name, folder)
+    assert np.abs(logits - base.logits).max() > 0.1
+    fields = read_architecture(base.directory).fields
+    model = lora_of_peft(Transformer(**fields, split=Split("model")), adapters)
+    program = _program(model, {"data": 4, "model": 2})
+    begun = load_hf(program, base.directory, jax.random.key(0), missing="init")
+    state = load_peft(program, begun, adapters)
+    ours = lora(Transformer(**fields), dict(model.targets), alpha=5)
+    ours = ours if not model.rank_stabilized else lora_of_peft(ours.model, adapters)
+    found = ours.apply(program.whole(state), BATCH.inputs)
+    np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
+    export_peft(program, state, folder / "back", base=str(base.directory))
+    back = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), folder / "back")
+    again = back(torch.tensor(BATCH.inputs)).logits.detach().numpy()
+    np.testing.assert_allclose(again, found, rtol=1e-4, atol=1e-4)
+    # And what was written is what had been read, on another mesh.
+    other = _program(ours, {"data": 8})
+    loaded = load_peft(
+        other, load_hf(other, base.directory, jax.random.key(0), missing="init"), folder / "back"
+    )
+    for x, y in zip(
+        jax.tree.leaves(program.whole(state)), jax.tree.leaves(other.whole(loaded)), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+
+    # Damaged files, and those of another model.
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    key = next(key for key in tensors if "layers.1" in key and "q_proj.lora_A" in key)
+    for change, words in (
+        ({key: tensors[key][:, :5]}, r"q_proj.lora_A.weight has the shape \[\d, 5\]"),
+        ({key: tensors[key][:1]}, r"q_proj.lora_A.weight has the shape \[1, 16\]"),
+        ({"x.lora_magnitude_vector": np.ones((1, 1), np.float32)}, "magnitude_vector is left over"),
+        ({"y": np.ones(3, np.float32)}, "has y of float32 with 1 dims, expected matrices"),
+    ):
+        damaged = folder / "damaged"
+        damaged.mkdir(exist_ok=True)
+        (damaged / "adapter_config.json").write_bytes(
+            (adapters / "adapter_config.json").read_bytes()
+        )
+        save_file({**tensors, **change}, damaged / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=words):
+            load_peft(program, begun, damaged)
+    if name.startswith("llama"):
+        copies = [name for name in tensors if "base_layer" in name]
+        assert len(copies) == 2
+        changed = {**tensors, copies[0]: tensors[copies[0]] + 1}
+        save_file(changed, damaged / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=r"base_layer.weight is another (head|embedding) than"):
+            load_peft(program, begun, damaged)
+
+
+@pytest.mark.slow
+@of_peft
+def test_an_nf4_base_has_the_same_adapters(tmp_path):
+    base, adapters, _ = _of_peft("gemma2, tied", tmp_path)
+    stored = quantized(
+        Transformer(**read_architecture(base.directory).fields), {"*kernel": 8}, code="nf4"
+    )
+    program = _program(lora_of_peft(stored, adapters), {"data": 8})
+    state = load_hf(program, base.directory, jax.random.key(0), missing="init")
+    state = load_peft(program, state, adapters)
+    export_peft(program, state, tmp_path / "back")
+    given, back = (
+        load_file(folder / "adapter_model.safetensors") for folder in (adapters, tmp_path / "back")
+    )
+    assert given.keys() == back.keys()
+    for name, x in given.items():
+        np.testing.assert_array_equal(back[name], x)
+
+
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_dora": True}, "use_dora is True, expected nothing"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], expected nothing"),
+        ({"bias": "all"}, "bias is 'all', expected nothing"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', expected nothing"),
+        ({"target_parameters": ["mlp.gate.bias"]}, "target_parameters is .*, expected names"),
+        ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\]"),
+        ({"\x1b[2J": 1}, r"\\x1b\[2J is 1"),
+        ({"alpha_pattern": {"(a+)+$": 1}}, "alpha_pattern is .*, expected names of modules"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA', expected 'LORA'"),
+        ({"lora_alpha": 0}, "lora_alpha is 0, expected a number above 0"),
+        ({"r": True}, "r is True, expected a rank"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_changes_the_function_otherwise_is_refused_by_its_name(tmp_path, change, words):
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(CONFIG | change))
+    with pytest.raises(ValueError, match=words):
+        read_peft_config(path)
+
+
+def test_a_factor_is_that_of_the_module(tmp_path):
+    path = tmp_path / "adapter_config.json"
+    with pytest.raises(ValueError, match=r"has no adapter_config\.json, expected a directory of"):
+        read_peft_config(path)
+    path.write_text(json.dumps({**CONFIG, "alpha_pattern": {"^a.q$": 6, "layers.1.q": 8}}))
+    config = read_peft_config(path)
+    names = ("a.q", "b.a.q", "layers.1.q", "x.layers.1.q", "layers.11.q")
+    assert [config.scale(name, 2) for name in names] == [3, 2, 4, 4, 2]
+    path.write_text(json.dumps({**CONFIG, "use_rslora": True}))
+    assert read_peft_config(path).scale("a", 4) == 2
+
+
+@pytest.mark.slow
+@of_peft
+def test_adapters_of_each_weight_of_an_expert_become_one_and_are_split_again(tmp_path, devices8):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    everything = {"*/experts/gate": 2, "*/experts/up": 3, "*/experts/down": 1}
+    shared = {"*/experts/shared_up": 2, "*/mlp/down": 3, "*/attention/query": 2}
+    for name, targets in (
+        ("mixtral", everything),
+        ("mixtral", {"*/experts/up": 3}),
+        ("dots1", {**shared, "*/experts/down": 2}),
+    ):
+        base = saved(*MODELS[name])
+        model = Transformer(**read_architecture(base.directory).fields)
+        adapted = lora(model, targets, alpha=4)
+        program = _program(adapted, {"data": 8})
+        state = load_hf(program, base.directory, jax.random.key(0), missing="init")
+        state = program.init_from(jax.tree.map_with_path(_trained, program.whole(state)))
+        folder = tmp_path / f"{name} {len(targets)}"
+        export_peft(program, state, folder)
+        logits = adapted.apply(program.whole(state), BATCH.inputs)
+        assert np.abs(logits - base.logits).max() > 0.1
+        theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), folder)
+        found = theirs(torch.tensor(BATCH.inputs)).logits.detach().numpy()
+        np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
+        read = dict(lora_of_peft(model, folder).targets)
+        assert set(read.values()) == set(targets.values())
+        begun = load_hf(program, base.directory, jax.random.key(1), missing="init")
+        again = load_peft(program, begun, folder)
+        for x, y in zip(*map(jax.tree.leaves, (state.params, again.params)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def _trained(path: Any, x: jax.Array) -> jax.Array:
+    is_up = jax.tree_util.keystr(path).endswith("lora_b']")
+    return jax.random.normal(jax.random.key(3), x.shape) / 4 if is_up else x
+
+
+@pytest.mark.slow
+def test_adapters_that_peft_has_no_tensors_for_are_refused(tmp_path, devices8):
+    sizes: Any = {"vocab_size": 60, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
+    experts = Experts(4, capacity_factor=0.0)
+    for model, target, words in (
+        (Transformer(**sizes, experts=experts), "*/experts/router", "routers are no layers"),
+        (Transformer(**sizes, tied_head=True), "embedding", "the embedding is also the head"),
+    ):
+        program = _program(lora(model, {target: 2}, alpha=4), {"data": 8})
+        with pytest.raises(ValueError, match=words):
+            export_peft(program, program.init(jax.random.key(0)), tmp_path / "x")
