@@ -100,7 +100,17 @@ def block_collectives(
     passes: int = 1,
     recomputed: bool = False,
     post_norms: bool = False,
+    out_biases: int = 0,
     head_norms: tuple[int, ...] = (),
+    wide_norms: int = 0,
+    pre_norms: int = 2,
+    norm_vectors: int = 1,
+    shared: bool = False,
+    parallel: bool = False,
+    latents: tuple[int, ...] = (),
+    latent_norms: tuple[int, ...] = (),
+    latent_kernels: tuple[int, ...] = (),
+    dtype: Any = FLOAT32,
 ) -> Iterator[Collective]:
     """Yields the collectives of a block: attention and MLP, each after a norm.
 
@@ -110,11 +120,35 @@ def block_collectives(
       recomputed: Whether remat runs the forward pass again in the backward pass. It repeats the
         last sum of the block only with `post_norms`, because only a norm after the sum needs it.
       post_norms: Whether norms also follow attention and MLP.
+      out_biases: The number of row-parallel products with a bias.
       head_norms: The sizes of the norms of queries and keys, whose scales all heads share.
+      wide_norms: The number of norms of queries and keys over all heads.
+      pre_norms: The number of norms before attention and MLP.
+      norm_vectors: The number of vectors of a norm: its scale, and its bias if it has one.
+      shared: Whether attention and MLP read the result of one norm.
+      parallel: Whether the MLP reads the block's input, so that remat repeats no sum.
+      latents: With latent attention, the features of each array that attention enters, in place of
+        the activations.
+      latent_norms: With latent attention, the features of the norms of latents.
+      latent_kernels: With latent attention, the outputs of the products that make latents.
+      dtype: The dtype of the weights and of the sums of their gradients.
     """
-    yield from _enter(x, 2, forward=2 * (passes + recomputed))
-    yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
-    yield from _norm_scales(x, 2 + 2 * post_norms)
+    entered = [dataclasses.replace(x, shape=(*x.shape[:2], size)) for size in latents]
+    for array in (*(entered or [x]), *([] if shared else [x])):
+        yield from _enter(array, 1, forward=passes + recomputed)
+    for size in latent_norms * x.sequence:
+        yield x.backward(CAST_SCOPE, "all_reduce", 1, (1, 1, size), FLOAT32)
+    for size in latent_kernels * x.sequence:
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (x.shape[2], size), jnp.dtype(dtype))
+    again = 2 * post_norms if parallel else 1 + post_norms
+    yield from _leave(x, 2, forward=2 * passes + recomputed * again)
+    yield from _norm_scales(x, (pre_norms + 2 * post_norms) * norm_vectors)
+    for _ in range(out_biases * x.sequence):
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, x.shape[2:], x.dtype)
+    if wide_norms:
+        means, forward = (*x.shape[:2], 1, 1), passes + recomputed
+        yield x.collective(TENSOR_SCOPE, "all_reduce", wide_norms * forward, means, FLOAT32)
+        yield x.backward(CAST_SCOPE, "all_reduce", wide_norms, means, FLOAT32)
     for size in head_norms:
         yield x.backward(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
 
@@ -126,9 +160,9 @@ def lookup_collectives(
     yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=passes)
 
 
-def head_collectives(x: LayerActivations) -> Iterator[Collective]:
+def head_collectives(x: LayerActivations, *, norm_vectors: int = 1) -> Iterator[Collective]:
     """Yields the collectives of the model's last norm and of a head whose columns are split."""
-    yield from _norm_scales(x, 1)
+    yield from _norm_scales(x, norm_vectors)
     yield from _enter(x, 1, forward=1)
 
 
@@ -170,6 +204,7 @@ def router_collectives(
     num_experts: int,
     top_k: int,
     has_shared_gate: bool = False,
+    biased: int = 0,
     dtype: Any = FLOAT32,
     passes: int = 1,
     recomputed: bool = False,
@@ -178,14 +213,17 @@ def router_collectives(
 
     They come in addition to the collectives of an MLP. The devices sum the gradients of the gates
     and of the shared experts' gate. With sequence parallelism they also gather the router's logits
-    of all positions, and sum the gradient of the router's weights. `dtype` is the dtype of the
-    weights and of the sums of their gradients.
+    of all positions, and sum the gradient of the router's weights. `biased` is the number of a
+    device's experts if experts have biases. The gradients of the biases of their outputs are
+    summed. `dtype` is the dtype of the weights and of the sums of their gradients.
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
     yield x.backward(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
     if has_shared_gate:
         yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), jnp.dtype(dtype))
+    if biased:
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (biased, hidden_size), jnp.dtype(dtype))
     if x.sequence:
         logits = (*x.part[:2], num_experts)
         yield x.collective(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)

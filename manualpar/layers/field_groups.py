@@ -44,7 +44,15 @@ def config_field(
     kind = type(default)
     if below is None and minimum is not None:
         below = LARGEST_FLOAT if kind is float else LARGEST_SIZE
-    allowed = Field(kind, minimum, below, choices, default=None if required else default)
+    of_numbers = kind is tuple and not choices
+    allowed = Field(
+        kind,
+        minimum,
+        below,
+        choices,
+        default=None if required else default,
+        holds_numbers=of_numbers,
+    )
     return dataclasses.field(default=default, metadata={"flat": flat, "allowed": allowed})
 
 

@@ -3,7 +3,7 @@
 from manualpar.layers.attention.context import Context
 from manualpar.layers.moe.experts import Experts
 from manualpar.models.classifier import Classifier
-from manualpar.models.layer_config import Attention, Norm, Split
+from manualpar.models.layer_config import Attention, Latent, Mlp, Norm, Scales, Split
 from manualpar.models.rotary import Rotary, RotaryScaling
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import flops_per_token
@@ -13,9 +13,12 @@ __all__ = [
     "Classifier",
     "Context",
     "Experts",
+    "Latent",
+    "Mlp",
     "Norm",
     "Rotary",
     "RotaryScaling",
+    "Scales",
     "Split",
     "Transformer",
     "flops_per_token",

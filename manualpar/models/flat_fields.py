@@ -18,7 +18,7 @@ import flax.linen as nn
 from manualpar.layers.attention.context import Context
 from manualpar.layers.field_groups import find_fields, replace_in_groups
 from manualpar.layers.moe.experts import Experts
-from manualpar.models.layer_config import Attention, Norm, Split
+from manualpar.models.layer_config import Attention, Mlp, Norm, Scales, Split
 from manualpar.models.rotary import Rotary
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -29,6 +29,8 @@ GROUPS: Mapping[str, Any] = {
     "attention": Attention(),
     "rotary": Rotary(),
     "norm": Norm(),
+    "mlp": Mlp(),
+    "scales": Scales(),
     "experts": Experts(),
     "split": Split(),
     "context": Context(),

@@ -4,8 +4,9 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import flax.linen as nn
 import jax
@@ -23,13 +24,50 @@ from manualpar.layers.field_groups import (
 )
 from manualpar.layers.moe.experts import Experts
 from manualpar.layers.ring_chunks import LAYER_OVERLAPS, LayerOverlap
+from manualpar.models.rotary import NO_ROTARY, Rotary
 
 # The activation functions for the gates of the MLP.
-Activation = Literal["silu", "gelu"]
+Activation = Literal["silu", "gelu", "exact_gelu"]
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
     "gelu": nn.gelu,  # GELU approximated by tanh.
+    "exact_gelu": functools.partial(nn.gelu, approximate=False),
 }
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Latent(FieldGroup):
+    """The sizes of multi-head latent attention, see `manualpar.models.latent_attention`.
+
+    The head size of the model is the size of queries and keys, with the rotated features.
+
+    Attributes:
+      rank: The features of the latent from which keys and values are computed; 0 for ordinary
+        attention.
+      query_rank: The features of the latent from which queries are computed; 0 for none.
+      rotary_size: How many features of each query and key are rotated; all heads share these
+        features of the keys.
+      value_size: The features of a value.
+    """
+
+    rank: int = config_field(0, "latent_rank", 0)
+    query_rank: int = config_field(0, "latent_query_rank", 0)
+    rotary_size: int = config_field(0, "latent_rotary_size", 0)
+    value_size: int = config_field(0, "latent_value_size", 0)
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            refuse(self, "rank", "at least 1, such as 512, or 0 for ordinary attention")
+        if self.query_rank < 0:
+            refuse(self, "query_rank", "at least 1, such as 1536, or 0 for none")
+        for field in ("rotary_size", "value_size"):
+            if self.rank and getattr(self, field) < 1:
+                refuse(self, field, "at least 1 with rank")
+        for field in ("query_rank", "rotary_size", "value_size"):
+            if not self.rank and getattr(self, field):
+                refuse(self, field, "0 without rank")
+        if self.rotary_size % 2:
+            refuse(self, "rotary_size", "an even number, because features are rotated in pairs")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -47,6 +85,15 @@ class Attention(FieldGroup):
       query_key_norm: Whether the features of each query and of each key are normalized before they
         are rotated.
       qkv_bias: Whether queries, keys and values have biases.
+      out_bias: Whether the last product of attention has a bias.
+      wide_query_key_norm: Whether the norms of queries and keys run over the features of all heads,
+        each with a scale of its own.
+      unrotated_global: Whether the last layer of a group of `global_every` layers has no positions.
+        All layers may then see all positions.
+      sinks: Whether each query head has a learned score, its *sink*, that takes a share of the
+        softmax: the weights of the keys sum to less than 1 (Xiao et al.,
+        https://arxiv.org/abs/2309.17453). Only the kind `"blockwise"` has sinks.
+      latent: The sizes of multi-head latent attention, see `Latent`; none by default.
     """
 
     kind: AttentionKind = config_field("", "attention", choices=ATTENTION_KINDS, required=True)
@@ -56,6 +103,11 @@ class Attention(FieldGroup):
     scale: float = config_field(0.0, "attention_scale", 0)
     query_key_norm: bool = config_field(False)
     qkv_bias: bool = config_field(False)
+    out_bias: bool = config_field(False, "attention_out_bias")
+    wide_query_key_norm: bool = config_field(False)
+    unrotated_global: bool = config_field(False)
+    sinks: bool = config_field(False, "attention_sinks")
+    latent: Latent = Latent()
 
     def __post_init__(self) -> None:
         if self.window < 0:
@@ -64,31 +116,96 @@ class Attention(FieldGroup):
             refuse(
                 self, "global_every", "at least 2, such as 6, or 0 for layers that are all alike"
             )
-        if self.global_every and not self.window:
+        if self.unrotated_global and not self.global_every:
+            refuse(self, "unrotated_global", "False without global_every")
+        if self.wide_query_key_norm and not self.query_key_norm:
+            refuse(self, "wide_query_key_norm", "False without query_key_norm")
+        if self.global_every and not self.window and not self.unrotated_global:
             refuse(self, "global_every", "0 without window, because the other layers need one")
         if not self.scale >= 0:
             refuse(self, "scale", "more than 0, such as 0.0625, or 0 for head_size ** -0.5")
         if not self.soft_cap >= 0:
             refuse(self, "soft_cap", "more than 0, such as 50, or 0 for none")
         refuse_unknown(self, "kind", ATTENTION_KINDS)
+        if self.latent.rank:
+            for field in ("query_key_norm", "qkv_bias", "out_bias", "sinks"):
+                if getattr(self, field):
+                    refuse(self, field, "False with a latent, whose queries and keys have none")
+        if self.sinks and self.kind not in ("", "blockwise"):
+            refuse(self, "kind", "'blockwise', the only kind that has sinks, or ''")
+
+
+NormKind = Literal["rms", "layer"]
+NORM_KINDS: tuple[NormKind, ...] = get_args(NormKind)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mlp(FieldGroup):
+    """The MLPs of layers without experts.
+
+    Attributes:
+      gated: Whether the activation of one product multiplies a second product, as in SwiGLU.
+      bias: Whether the products have biases.
+      parallel: Whether the MLP reads the layer's input, as attention does, and not the sum of both.
+    """
+
+    gated: bool = config_field(True, "gated_mlp")
+    bias: bool = config_field(False, "mlp_bias")
+    parallel: bool = config_field(False, "parallel_mlp")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Scales(FieldGroup):
+    """Constant factors (Granite, https://arxiv.org/abs/2405.04324).
+
+    Attributes:
+      embedding: The factor of the rows of the embedding.
+      residual: The factor of the outputs of attention and MLP, before they are added to the stream.
+      logits: The factor of the logits.
+    """
+
+    embedding: float = config_field(1.0, "embedding_scale", 0)
+    residual: float = config_field(1.0, "residual_scale", 0)
+    logits: float = config_field(1.0, "logit_scale", 0)
+
+    def __post_init__(self) -> None:
+        for field in ("embedding", "residual", "logits"):
+            if not getattr(self, field) > 0:
+                refuse(self, field, "more than 0, or 1 for no factor")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Norm(FieldGroup):
-    """The norms of the residual stream, of queries and of keys: RMSNorm.
+    """The norms of the residual stream, of queries and of keys.
 
     Attributes:
+      kind: `"rms"` for RMSNorm, or `"layer"` for LayerNorm, which subtracts the mean (Ba et al.,
+        https://arxiv.org/abs/1607.06450).
+      bias: Whether a bias is added after the scale, for `"layer"`.
       epsilon: The number that every norm adds to the mean of squares.
       offset: Whether norms multiply by `1 + scale`, where `scale` begins with 0.
       post: Whether the outputs of attention and MLP are normalized too, before they are added to
         the stream.
+      pre: Whether the inputs of attention and MLP are normalized.
+      shared: Whether attention and a parallel MLP read the result of one norm.
     """
 
+    kind: NormKind = config_field("rms", "norm_kind", choices=NORM_KINDS)
+    bias: bool = config_field(False, "norm_bias")
     epsilon: float = config_field(1e-6, "norm_epsilon", 0, below=1)
     offset: bool = config_field(False, "norm_offset")
     post: bool = config_field(False, "post_norms")
+    pre: bool = config_field(True, "pre_norms")
+    shared: bool = config_field(False, "shared_norm")
 
     def __post_init__(self) -> None:
+        refuse_unknown(self, "kind", NORM_KINDS)
+        if self.kind == "layer" and self.offset:
+            refuse(self, "offset", "False with kind='layer'")
+        if self.kind == "rms" and self.bias:
+            refuse(self, "bias", "False with kind='rms'")
+        if not self.pre and (self.shared or not self.post):
+            refuse(self, "pre", "True, or post without shared")
         if not self.epsilon > 0:
             refuse(self, "epsilon", "more than 0, such as 1e-6")
 
@@ -146,7 +263,10 @@ class LayerConfig:
       activation: See `ACTIVATIONS`.
       annotate: Whether the dims of parameters have names.
       attention: See `Attention`.
+      rotary: See `Rotary`; without scaling if the layer is not scaled.
       norm: See `Norm`.
+      mlp: See `Mlp`.
+      scales: See `Scales`.
       experts: See `Experts`.
       split: See `Split`.
       context: How sequences are split over devices.
@@ -163,7 +283,10 @@ class LayerConfig:
     activation: Activation = "silu"
     annotate: bool = False
     attention: Attention = Attention()
+    rotary: Rotary = NO_ROTARY
     norm: Norm = Norm()
+    mlp: Mlp = Mlp()
+    scales: Scales = Scales()
     experts: Experts = Experts()
     split: Split = Split()
     context: Context = Context()

@@ -2,8 +2,9 @@
 
 Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150), in groups of
 `global_every` layers. The last layer of a group is *global* and sees all positions. The other
-layers are *local* and see a window. A loop then runs over groups. In a model with experts, the
-first `dense_layers` layers have an MLP in place of experts, and come before the loop.
+layers are *local* and see a window. Or only the last of `experts.every` layers has experts. A loop
+then runs over groups. In a model with experts, the first `dense_layers` layers have an MLP in place
+of experts, and come before the loop.
 
 Invariants: layer `i` has the same parameters whether layers are written out or scanned, see
 `layer_place`. Remat recomputes single layers, not groups.
@@ -12,6 +13,7 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `H` features of a hea
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +25,8 @@ from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
 from manualpar.layers.moe.experts import Experts
 from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES
-from manualpar.models.layer_config import LayerConfig
+from manualpar.models.layer_config import Attention, LayerConfig
+from manualpar.models.rotary import NO_SCALING
 from manualpar.models.transformer_layer import Layer
 
 if TYPE_CHECKING:
@@ -46,11 +49,12 @@ REMAT_POLICIES: dict[str, Callable[..., bool]] = {
 class Angles(NamedTuple):
     """The angles of rotary positions of the two kinds of layers, see `rotary_angles`.
 
-    Both are `float32[S, H/2]`; `float32[B, S, H/2]` if each sequence has positions of its own.
+    Both are `float32[S, H/2]`; `float32[B, S, H/2]` if each sequence has positions of its own; or
+    `None` if the layers are not rotated.
     """
 
-    of_global: jax.Array
-    of_local: jax.Array
+    of_global: jax.Array | None
+    of_local: jax.Array | None
 
 
 class LayerPlace(NamedTuple):
@@ -64,6 +68,11 @@ class LayerPlace(NamedTuple):
 
     path: tuple[str, ...]
     entry: int | None
+
+
+def size_of_group(attention: Attention, experts: Experts) -> int:
+    """Returns the length of the groups of layers that a loop runs over; 1 if layers are alike."""
+    return math.lcm(max(attention.global_every, 1), experts.every)
 
 
 def is_global(layer: int, global_every: int) -> bool:
@@ -81,8 +90,9 @@ def layer_place(model: "Transformer", layer: int) -> LayerPlace:
     """
     if layer not in scanned_layers(model):
         return LayerPlace((f"layer_{layer}",), None)
-    group, index = divmod(layer - model.experts.dense_layers, max(model.attention.global_every, 1))
-    inner = (f"layer_{index}",) if model.attention.global_every else ()
+    size = size_of_group(model.attention, model.experts)
+    group, index = divmod(layer - model.experts.dense_layers, size)
+    inner = (f"layer_{index}",) if size > 1 else ()
     return LayerPlace(("layers", *inner), group)
 
 
@@ -90,16 +100,16 @@ def scanned_layers(model: "Transformer") -> range:
     """Returns the numbers of the layers in the `nn.scan` loop; empty if all are written out."""
     if not model.scan_layers:
         return range(0)
-    size, dense = max(model.attention.global_every, 1), model.experts.dense_layers
+    size, dense = size_of_group(model.attention, model.experts), model.experts.dense_layers
     number = (model.num_layers - dense) // size * size
     return range(dense, dense + number)
 
 
 class LayerGroup(nn.Module):
-    """A group of layers: local layers, and a global layer at the end.
+    """A group of layers of several kinds, such as local layers, and a global layer at the end.
 
     Attributes:
-      config: The config of a local layer.
+      config: The config of all layers, from which the config of each kind is made.
       remat: See `REMAT_POLICIES`.
     """
 
@@ -116,7 +126,7 @@ class LayerGroup(nn.Module):
     ) -> tuple[jax.Array, None]:
         """Runs the layers of a group; see `Layer`."""
         layer = _layer_class(self.remat, in_loop=True)
-        for index in range(self.config.attention.global_every):
+        for index in range(size_of_group(self.config.attention, self.config.experts)):
             config, angles_SH = _of_kind(self.config, angles, index)
             x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS, rows)
         return x_BSD, None
@@ -152,9 +162,6 @@ def run_layers(
     def run(x_BSD: jax.Array, layers: range) -> jax.Array:
         for index in layers:
             own_config, angles_SH = _of_kind(config, angles, index)
-            if index < config.experts.dense_layers:
-                size = config.experts.dense_mlp_size or config.mlp_size
-                own_config = dataclasses.replace(own_config, experts=Experts(), mlp_size=size)
             layer = written_out(own_config, name=f"layer_{index}")
             x_BSD, _ = layer(x_BSD, angles_SH, document_BS, rows)
         return x_BSD
@@ -173,10 +180,15 @@ def _run_loop(
     document_BS: jax.Array | None,
     rows: Prompts | Past | None,
 ) -> jax.Array:
-    every = config.attention.global_every
+    size = size_of_group(config.attention, config.experts)
     layer: Any = _layer_class(model.remat, in_loop=True)
+    # The loop begins after the dense layers at the beginning.
+    inside: dict[str, Any] = {"dense_layers": 0}
+    if config.experts.every == 1:
+        inside["dense_mlp_size"] = 0
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, **inside))
     arguments: tuple[Any, ...] = (config,)
-    if every:
+    if size > 1:
         layer, arguments = LayerGroup, (config, model.remat)
     variable_axes: dict[Any, Any] = {"params": 0}
     if rows is not None:
@@ -191,10 +203,10 @@ def _run_loop(
         variable_axes=variable_axes,
         split_rngs={"params": True, "dropout": True},
         in_axes=nn.broadcast,
-        length=len(scanned_layers(model)) // max(every, 1),
+        length=len(scanned_layers(model)) // size,
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
-    of_all: Any = angles if every else angles.of_global
+    of_all: Any = angles if size > 1 else angles.of_global
     x_BSD, _ = layers(*arguments, name="layers")(x_BSD, of_all, document_BS, rows)
     return x_BSD
 
@@ -207,12 +219,20 @@ def _layer_class(remat: str, *, in_loop: bool) -> Any:
     return nn.remat(Layer, policy=REMAT_POLICIES[remat], prevent_cse=not in_loop)
 
 
-def _of_kind(config: LayerConfig, angles: Angles, layer: int) -> tuple[LayerConfig, jax.Array]:
+def _of_kind(
+    config: LayerConfig, angles: Angles, layer: int
+) -> tuple[LayerConfig, jax.Array | None]:
     """Returns the config and the angles of the layer with index `layer`."""
+    if config.experts.num_experts and not config.experts.in_layer(layer):
+        mlp_size = config.experts.dense_mlp_size or config.mlp_size
+        config = dataclasses.replace(config, experts=Experts(), mlp_size=mlp_size)
     how = config.attention
     if not how.global_every:
         return config, angles.of_global
     if is_global(layer, how.global_every):
-        seeing_all = dataclasses.replace(how, window=0, global_every=0)
+        seeing_all = dataclasses.replace(how, window=0, global_every=0, unrotated_global=False)
         return dataclasses.replace(config, attention=seeing_all), angles.of_global
-    return config, angles.of_local
+    if how.unrotated_global or config.rotary.scales_local:
+        return config, angles.of_local
+    unscaled = dataclasses.replace(config.rotary, scaling=NO_SCALING)
+    return dataclasses.replace(config, rotary=unscaled), angles.of_local

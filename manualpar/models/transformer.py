@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.key_value_cache import Past, Prompts
+from manualpar.layers.boundaries import bound_axes
 from manualpar.layers.field_groups import config_field
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.moe.experts import Experts
@@ -41,18 +42,22 @@ from manualpar.models.layer_config import (
     Activation,
     Attention,
     LayerConfig,
+    Mlp,
     Norm,
+    Scales,
     Split,
 )
+from manualpar.models.layer_parts import marked, split_dims
 from manualpar.models.layer_stack import REMAT_POLICIES, Angles, run_layers
 from manualpar.models.rotary import Rotary, rotary_angles
 from manualpar.models.transformer_fields import (
     check_transformer,
     size_of_head,
+    size_of_rotation,
     size_of_vocabulary,
     tokens_and_documents,
 )
-from manualpar.models.transformer_layer import marked, normalize, split_dims
+from manualpar.models.transformer_layer import normalize
 
 # The dtypes that a config may have.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -69,10 +74,11 @@ class Transformer(nn.Module):
     `mlp/up/kernel` `[D, F]`, `mlp/down/kernel` `[F, D]`. A layer with experts has the parameters of
     a `MoE`, `experts`, in place of `mlp`. The layers are `layer_0`, `layer_1`, .... Scanned layers
     are `layers`, each leaf has a leading dimension `L`, and the first `experts.dense_layers` layers
-    are separate. Some fields of the model add `attention/query/bias` `[N, H]`, `attention/key/bias`
-    and `attention/value/bias` `[K, H]`; `attention/query_norm/scale` and `attention/key_norm/scale`
-    `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds
-    form groups, see `manualpar.models.layer_stack`.
+    are separate. Latent attention has the parameters of a `LatentAttention`. Some fields of the
+    model add `attention/query/bias` `[N, H]`, `attention/key/bias` and `attention/value/bias`
+    `[K, H]`; `attention/out/bias` `[D]`; `attention/sinks` `[N]`; `attention/query_norm/scale` and
+    `attention/key_norm/scale` `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`.
+    Scanned layers of two kinds form groups, see `manualpar.models.layer_stack`.
 
     Initial weights are normally distributed with variance 1 / inputs. For weights whose product is
     added to the residual stream, the variance is divided by 2 L, so that the stream does not grow
@@ -95,6 +101,8 @@ class Transformer(nn.Module):
       attention: How the layers attend, for example only to a window, see `Attention`.
       rotary: The rotary positions, see `Rotary`.
       norm: The norms, see `Norm`.
+      mlp: The MLPs, see `Mlp`.
+      scales: Constant factors of embedding, layers and logits, see `Scales`.
       experts: The experts that replace MLPs, see `Experts`; none by default.
       split: How each layer is split over devices, see `Split`; by default layers are not split.
       context: How sequences are split over devices, see `Context`; by default sequences are not
@@ -131,6 +139,8 @@ class Transformer(nn.Module):
     attention: Attention = Attention()
     rotary: Rotary = Rotary()
     norm: Norm = Norm()
+    mlp: Mlp = Mlp()
+    scales: Scales = Scales()
     experts: Experts = Experts()
     split: Split = Split()
     context: Context = Context()
@@ -214,6 +224,8 @@ class Transformer(nn.Module):
         x_BSD = x_BSD.astype(config.dtype)
         if self.scale_embedding:
             x_BSD = x_BSD * jnp.asarray(self.hidden_size**0.5, config.dtype)
+        if self.scales.embedding != 1:
+            x_BSD = x_BSD * jnp.asarray(self.scales.embedding, config.dtype)
         document_BS = None
         if isinstance(rows, Past):
             positions = rows.position[:, None]
@@ -222,11 +234,15 @@ class Transformer(nn.Module):
             document_BS = documents
             if documents is None and self.bos_token >= 0:
                 document_BS = config.context.cumsum(tokens == self.bos_token)
-        angles = self._angles(positions)
+        if self.rotary.learned:
+            x_BSD = x_BSD + self._learned_positions(positions, x_BSD, rows)
+        angles = self._angles(positions, self._length(tokens, rows))
         x_BSD = run_layers(self, config, x_BSD, angles, document_BS, rows)
         if isinstance(rows, Prompts):
             x_BSD = jnp.take_along_axis(x_BSD, rows.length[:, None, None] - 1, axis=1)
         x_BSD = normalize(x_BSD, "final_norm", config)
+        if self.scales.logits != 1:
+            x_BSD = x_BSD * jnp.asarray(self.scales.logits, config.dtype)
         x_BSD = enter(x_BSD, *where)
         head_DV = embedding_VD.T
         if not self.tied_head:
@@ -240,13 +256,56 @@ class Transformer(nn.Module):
             of_head |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         return head_cross_entropy(x_BSD, head_DV, labels, **of_head)
 
-    def _angles(self, positions: jax.Array) -> Angles:
-        rotary, size = self.rotary, size_of_head(self)
-        angles_SH = rotary_angles(positions, size, base=rotary.base, scaling=rotary.scaling)
+    def _learned_positions(
+        self, positions: jax.Array, x_BSD: jax.Array, of_rows: Prompts | Past | None
+    ) -> jax.Array:
+        """Returns the learned rows of the positions, for this device's part of the stream.
+
+        After the table there are zeros in the padding of prompts, and NaN for a new token.
+        """
+        length, number = self.rotary.learned, positions.size * self.context.size
+        if of_rows is None and number > length:
+            raise ValueError(
+                f"Transformer: tokens have {number} positions, expected at most "
+                f"rotary.learned={length}, the length of the table of positions."
+            )
+        init = marked(nn.initializers.normal(0.02), (None, "embed"), annotate=self.annotate)
+        table_PD = self.param("positions", init, (length, self.hidden_size), jnp.float32)
+        axes = bound_axes("Transformer", self.split.axis)
+        size = x_BSD.shape[1]
+        if self.split.sequence_parallel and axes and positions.ndim == 1:
+            start = jax.lax.axis_index(axes) * size
+            positions = jax.lax.dynamic_slice_in_dim(positions, start, size)
+        after = 0.0 if isinstance(of_rows, Prompts) else jnp.nan
+        rows = jnp.take(table_PD, positions, axis=0, mode="fill", fill_value=after)
+        rows = rows if rows.ndim == 3 else rows[None]
+        return rows.astype(x_BSD.dtype)
+
+    def _length(self, tokens: jax.Array, rows: Prompts | Past | None) -> int | jax.Array:
+        """Returns the number of positions of a sequence, or of each sequence in generation."""
+        if isinstance(rows, Past):
+            return rows.position + 1
+        if isinstance(rows, Prompts):
+            return rows.length
+        return tokens.shape[1] * self.context.size
+
+    def _angles(self, positions: jax.Array, length: int | jax.Array) -> Angles:
+        rotary, size = self.rotary, size_of_rotation(self)
+        if rotary.learned:
+            return Angles(None, None)
+        options: dict[str, Any] = {"scaling": rotary.scaling, "length": length}
+        angles_SH = rotary_angles(
+            positions, size, base=rotary.base, features=rotary.features, **options
+        )
         if not self.attention.global_every:
             return Angles(angles_SH, angles_SH)
-        local_base = rotary.local_base or rotary.base
-        return Angles(angles_SH, rotary_angles(positions, size, base=local_base))
+        base = rotary.local_base or rotary.base
+        if self.attention.unrotated_global:
+            return Angles(None, angles_SH)
+        if not rotary.scales_local:
+            options = {}
+        local_SH = rotary_angles(positions, size, base=base, features=rotary.features, **options)
+        return Angles(angles_SH, local_SH)
 
     def _layer_config(self, *, train: bool) -> LayerConfig:
         return LayerConfig(
@@ -261,7 +320,10 @@ class Transformer(nn.Module):
             added_scale=(2 * self.num_layers) ** -0.5,
             dtype=jnp.dtype(self.dtype),
             attention=self.attention,
+            rotary=self.rotary,
             norm=self.norm,
+            mlp=self.mlp,
+            scales=self.scales,
             experts=self.experts,
             split=self.split,
             context=self.context,

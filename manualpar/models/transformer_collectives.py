@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.program.program import Program
-from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+from manualpar.core.tracing.scopes import CAST_SCOPE, CONTEXT_SCOPE
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.layer_formulas import (
     LayerActivations,
@@ -27,9 +27,13 @@ from manualpar.inspect.layer_formulas import (
 )
 from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.moe.moe import MoE, capacity_of
-from manualpar.models.layer_stack import scanned_layers
+from manualpar.models.layer_stack import scanned_layers, size_of_group
 from manualpar.models.transformer import Transformer
-from manualpar.models.transformer_fields import size_of_head
+from manualpar.models.transformer_fields import (
+    layers_with_experts,
+    size_of_head,
+    size_of_value,
+)
 
 # How many copies of a loop's body a program contains. Before Flax 0.12.9 there is a second, unused
 # copy, which `nn.scan` traces to find results that no iteration changes.
@@ -65,15 +69,17 @@ def transformer_sends(
     layers, after = of_minibatch.layer, of_minibatch.after
     minibatches = program.num_minibatches
     if not form:
-        num_dense = model.experts.dense_layers
+        has_experts = bool(model.experts.num_experts)
+        num_dense = model.num_layers - layers_with_experts(model) if has_experts else 0
         dense = _times(num_dense, of_minibatch.dense_layer)
         layers = _times(model.num_layers - num_dense, layers)
         sends = _times(minibatches, [*before, *dense, *layers, *after])
         return *sends, *_arranging(program)
-    if num_dense := model.experts.dense_layers:
+    if model.experts.dense_layers or model.experts.every > 1:
         raise ValueError(
-            f"transformer_sends: experts.dense_layers={num_dense}, expected 0 in a pipeline: "
-            "there is no closed form for layers before the stages. Use trace_collectives."
+            f"transformer_sends: experts.dense_layers={model.experts.dense_layers} and "
+            f"experts.every={model.experts.every}, expected 0 and 1 in a pipeline: there is no "
+            "closed form for layers without experts there. Use trace_collectives."
         )
     run, table = form.run, form.run.table
     if of_minibatch.context and _has_documents(program, model):
@@ -159,16 +165,36 @@ class MinibatchCollectives:
         runs: Any = {"passes": passes, "recomputed": recomputed}
         if x := activations(split.axis):
             self.before += lookup_collectives(x, parameter_dtype, passes=lookups)
-            head_norms = (size_of_head(model),) * 2 * model.attention.query_key_norm
+            if model.rotary.learned and x.sequence:
+                table = model.rotary.learned, model.hidden_size
+                self.before.append(x.backward(CAST_SCOPE, "all_reduce", 1, table, parameter_dtype))
+            is_wide, vectors = model.attention.wide_query_key_norm, 1 + model.norm.bias
+            has_own = model.attention.query_key_norm and not is_wide
+            head_norms = (size_of_head(model),) * 2 * vectors * has_own
             norms: Any = {"post_norms": model.norm.post, "head_norms": head_norms}
+            norms |= {"wide_norms": 2 * is_wide, "norm_vectors": vectors}
+            norms |= {"shared": model.norm.shared, "parallel": model.mlp.parallel}
+            norms |= {"pre_norms": (2 - model.norm.shared) * model.norm.pre}
+            norms["out_biases"] = model.attention.out_bias + model.mlp.bias
+            if (latent := model.attention.latent).rank:
+                of_keys, of_queries = latent.rank + latent.rotary_size, latent.query_rank
+                norms["latents"] = of_queries or model.hidden_size, of_keys
+                norms["latent_norms"] = latent.rank, *(of_queries,) * bool(of_queries)
+                norms["latent_kernels"] = of_keys, *(of_queries,) * bool(of_queries)
+                norms["dtype"] = parameter_dtype
             self.layer += block_collectives(x, **norms, **runs)
             self.dense_layer += self.layer
             if experts.num_experts:
                 counts: Any = {"num_experts": experts.num_experts, "top_k": experts.top_k}
                 counts |= {"has_shared_gate": experts.shared_is_gated, "dtype": parameter_dtype}
+                if experts.biases:
+                    counts["biased"] = experts.num_experts // sizes.get(experts.axis or "", 1)
                 self.layer += router_collectives(x, **counts, **runs)
             smoothed = model.label_smoothing > 0
-            self.after += [*head_collectives(x), *cross_entropy_collectives(x, smoothed=smoothed)]
+            self.after += [
+                *head_collectives(x, norm_vectors=vectors),
+                *cross_entropy_collectives(x, smoothed=smoothed),
+            ]
         if experts.num_experts and (x := activations(experts.axis)):
             capacity = slots_of_expert(model, sizes, x.shape[1])
             self.layer += expert_collectives(
@@ -179,7 +205,7 @@ class MinibatchCollectives:
             # If there are fewer heads than devices, devices share heads.
             numbers = model.num_heads, model.num_kv_heads or model.num_heads
             queries, keys = (max(number // parts, 1) for number in numbers)
-            heads = queries, keys, size_of_head(model)
+            heads = queries, keys, max(size_of_head(model), size_of_value(model))
             how = model.context.how
             of_attention = list(attention_collectives(x, how, heads=heads, **runs))
             self.layer += of_attention
@@ -187,10 +213,10 @@ class MinibatchCollectives:
             if experts.num_experts:
                 of_experts: Any = {"num_experts": experts.num_experts, "top_k": experts.top_k}
                 self.layer += routing_collectives(x, **of_experts, **runs)
-                self.after += loss_of_experts_collectives(x, model.num_layers)
+                self.after += loss_of_experts_collectives(x, layers_with_experts(model))
             if documents:
                 looped = len(scanned_layers(model))
-                in_loop = max(model.attention.global_every, 1) if looped else 0
+                in_loop = size_of_group(model.attention, experts) if looped else 0
                 is_looped = passes > 0 or not recomputed
                 self.documents += document_collectives(
                     x,

@@ -20,7 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from manualpar.layers import MoE, SplitDense, enter
+from manualpar.layers import MoE, enter, split
 from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
@@ -32,13 +32,11 @@ from manualpar.layers.attention.key_value_cache import (
 )
 from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.layers.ring_chunks import Chunks
+from manualpar.layers.wide_norm import mean_square_of_heads
+from manualpar.models.latent_attention import LatentAttention
 from manualpar.models.layer_config import ACTIVATIONS, LayerConfig
-from manualpar.models.rotary import rotate
-
-# The logical names of the dims that are split over the axis.
-SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
-
-DimNames = tuple[str | None, ...]
+from manualpar.models.layer_parts import DimNames, make_product, marked, split_dims
+from manualpar.models.rotary import rotate, scaled
 
 
 class Layer(nn.Module):
@@ -50,30 +48,45 @@ class Layer(nn.Module):
     def __call__(
         self,
         x_BSD: jax.Array,
-        angles_SH: jax.Array,
+        angles_SH: jax.Array | None,
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> tuple[jax.Array, None]:
         """Runs the layer; returns the new residual stream, and a `None` that `nn.scan` requires.
 
         The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position attends only to
-        positions with the same number in `document_BS`; `None` stands for one document. With
-        `rows`, keys and values are kept in collections, see `Transformer`.
+        positions with the same number in `document_BS`; `None` stands for one document. Without
+        angles nothing is rotated. With `rows`, keys and values are kept in collections, see
+        `Transformer`.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
-        y_BSD = enter_normalized(x_BSD, "attention_norm", config)
-        y_BSD = SelfAttention(config, name="attention")(y_BSD, angles_SH, document_BS, rows)
-        if config.norm.post:
-            y_BSD = normalize(y_BSD, "attention_post_norm", config)
-        x_BSD = x_BSD + drop(y_BSD)
-        if config.experts.num_experts:
-            y_BSD = _experts(config)(normalize(x_BSD, "mlp_norm", config))
+        scale, norm = config.scales.residual, config.norm
+
+        def added(x_BSD: jax.Array, y_BSD: jax.Array) -> jax.Array:
+            y_BSD = y_BSD if scale == 1 else y_BSD * jnp.asarray(scale, y_BSD.dtype)
+            return x_BSD + drop(y_BSD)
+
+        if config.attention.latent.rank:
+            attention: Any = LatentAttention(config, name="attention")
+            into_BSD: Any = normalize(x_BSD, "attention_norm", config)
         else:
-            y_BSD = GatedMLP(config, name="mlp")(enter_normalized(x_BSD, "mlp_norm", config))
-        if config.norm.post:
+            attention = SelfAttention(config, name="attention")
+            into_BSD = enter_normalized(x_BSD, "attention_norm", config)
+        y_BSD = attention(into_BSD, angles_SH, document_BS, rows)
+        if norm.post:
+            y_BSD = normalize(y_BSD, "attention_post_norm", config)
+        summed_BSD = added(x_BSD, y_BSD)
+        read_BSD = x_BSD if config.mlp.parallel else summed_BSD
+        if config.experts.num_experts:
+            y_BSD = _experts(config)(normalize(read_BSD, "mlp_norm", config))
+        else:
+            if not norm.shared:
+                into_BSD = enter_normalized(read_BSD, "mlp_norm", config)
+            y_BSD = GatedMLP(config, name="mlp")(into_BSD)
+        if norm.post:
             y_BSD = normalize(y_BSD, "mlp_post_norm", config)
-        return x_BSD + drop(y_BSD), None
+        return added(summed_BSD, y_BSD), None
 
 
 class SelfAttention(nn.Module):
@@ -85,7 +98,7 @@ class SelfAttention(nn.Module):
     def __call__(
         self,
         x_BSD: jax.Array | Chunks,
-        angles_SH: jax.Array,
+        angles_SH: jax.Array | None,
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> jax.Array:
@@ -98,22 +111,31 @@ class SelfAttention(nn.Module):
         out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
 
         def project(shape: tuple[int, ...], dim_names: DimNames, name: str) -> jax.Array:
-            product = _product(config, shape, dim_names, use_bias=how.qkv_bias, name=name)
+            product = make_product(config, shape, dim_names, use_bias=how.qkv_bias, name=name)
             return whole_sequence(product(x_BSD))
 
         query_BSNH, key_BSKH = project(*query, "query"), project(*key, "key")
-        if how.query_key_norm:
+        if how.wide_query_key_norm:
+            query_BSNH = WideNorm(config, "heads", name="query_norm")(query_BSNH)
+            key_BSKH = WideNorm(config, "kv_heads", name="key_norm")(key_BSKH)
+        elif how.query_key_norm:
             query_BSNH = _norm("query_norm", None, config)(query_BSNH)
             key_BSKH = _norm("key_norm", None, config)(key_BSKH)
         # Attention multiplies scores by `H ** -0.5`, so `how.scale` is divided by this factor.
         scale = how.scale * config.head_size**0.5 or 1.0
-        query_BSNH = rotate(query_BSNH, angles_SH, scale=scale)
-        key_BSKH = rotate(key_BSKH, angles_SH)
+        if angles_SH is None:
+            query_BSNH = scaled(query_BSNH, scale)
+        else:
+            query_BSNH = rotate(query_BSNH, angles_SH, scale=scale, rotary=config.rotary)
+            key_BSKH = rotate(key_BSKH, angles_SH, rotary=config.rotary)
         value_BSKH = project(*key, "value")
+        sinks_N = _sinks(self, config)
         if isinstance(rows, Past):
             kept: Any = self.get_variable(CACHE, "key"), self.get_variable(CACHE, "value")
             scoring = Scoring(window, soft_cap)
-            mixed_BSNH = attend_to_kept(query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring)
+            mixed_BSNH = attend_to_kept(
+                query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring, sinks_N
+            )
         else:
             # Parameters do not depend on the implementation of attention. So initialization uses an
             # implementation that runs on every device.
@@ -125,18 +147,20 @@ class SelfAttention(nn.Module):
                 kind="" if self.is_initializing() else how.kind,
                 window=window,
                 soft_cap=soft_cap,
+                sinks=sinks_N,
             )
         if rows is not None:
             for name, x in (("key", key_BSKH), ("value", value_BSKH)):
                 if isinstance(rows, Prompts):
                     x = keep_prompts(x, rows, window)
                 self.put_variable(NEW_KEYS, name, x)
-        leave = _product(config, *out, contracted=2, scale=config.added_scale, name="out")
+        of_out: Any = {"scale": config.added_scale, "use_bias": how.out_bias, "name": "out"}
+        leave = make_product(config, *out, contracted=2, **of_out)
         return leave(mixed_BSNH)
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP: SwiGLU, or GeGLU with `gelu`."""
+    """A gated MLP, SwiGLU or GeGLU with `gelu`, or an MLP without gates."""
 
     config: LayerConfig
 
@@ -146,10 +170,13 @@ class GatedMLP(nn.Module):
         config, hidden_size = self.config, self.config.hidden_size
         into = (hidden_size, config.mlp_size), ("embed", "mlp")
         out = (config.mlp_size, hidden_size), ("mlp", "embed")
-        gate_BSF = _product(config, *into, name="gate")(x_BSD)
-        up_BSF = _product(config, *into, name="up")(x_BSD)
-        down = _product(config, *out, scale=config.added_scale, name="down")
+        bias: Any = {"use_bias": config.mlp.bias}
         activate = ACTIVATIONS[config.activation]
+        up_BSF = make_product(config, *into, name="up", **bias)(x_BSD)
+        down = make_product(config, *out, scale=config.added_scale, name="down", **bias)
+        if not config.mlp.gated:
+            return down(jax.tree.map(activate, up_BSF))
+        gate_BSF = make_product(config, *into, name="gate", **bias)(x_BSD)
         # With `overlap="ring"`, `gate_BSF` and `up_BSF` are `Chunks`.
         return down(jax.tree.map(lambda gate, up: activate(gate) * up, gate_BSF, up_BSF))
 
@@ -176,21 +203,55 @@ class OffsetNorm(nn.Module):
         return (unit * factor).astype(self.dtype)
 
 
+class WideNorm(nn.Module):
+    """An RMSNorm over the features of all heads, which may be split over devices.
+
+    Attributes:
+      config: The config of the layer.
+      dim_name: The name of the dim of heads.
+    """
+
+    config: LayerConfig
+    dim_name: str
+
+    @nn.compact
+    def __call__(self, x_BSNH: jax.Array) -> jax.Array:
+        """Normalizes `[B, S, N, H]`, this device's heads, over the last two dims of all devices.
+
+        Communication:
+          An all-reduce of the means of squares, `[B, S]`, over `config.split.axis`, and another in
+          the backward pass.
+        """
+        config = self.config
+        heads = config.num_heads if self.dim_name == "heads" else config.num_kv_heads
+        dim_names = self.dim_name, None
+        init = marked(nn.initializers.ones, dim_names, annotate=config.annotate)
+        if config.split.axis:
+            names = split_dims(dim_names, config.split.axis)
+            init = split(init, names, shared=self.dim_name == "kv_heads")
+        shape = heads, config.head_size
+        scale_NH: jax.Array = self.param("scale", init, shape, jnp.float32)
+        x = x_BSNH.astype(jnp.float32)
+        mean = mean_square_of_heads(x, config.split.axis)
+        unit = x * jax.lax.rsqrt(mean + config.norm.epsilon)
+        return (unit * scale_NH[None, None]).astype(config.dtype)
+
+
 def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array | Chunks:
-    """Applies an RMSNorm called `name`, and then `enter`, or `enter_ring` if products overlap.
+    """Applies a norm called `name`, and then `enter`, or `enter_ring` if products overlap.
 
     Communication:
       The communication of `normalize`, and of `enter` or `enter_ring`.
     """
-    y_BSD = normalize(x_BSD, name, config)
-    split = config.split
-    if split.overlap == "ring" and split.sequence_dim is not None:
-        return enter_ring(y_BSD, split.axis, split.sequence_dim)
-    return enter(y_BSD, split.axis, split.sequence_dim)
+    y_BSD = normalize(x_BSD, name, config) if config.norm.pre else x_BSD
+    how = config.split
+    if how.overlap == "ring" and how.sequence_dim is not None:
+        return enter_ring(y_BSD, how.axis, how.sequence_dim)
+    return enter(y_BSD, how.axis, how.sequence_dim)
 
 
 def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
-    """Applies an RMSNorm called `name` to the residual stream.
+    """Applies a norm called `name` to the residual stream.
 
     Communication:
       If the stream is split over positions: in the backward pass, an all-reduce of the scale's
@@ -200,23 +261,35 @@ def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
     return y_BSD
 
 
-def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
-    """Adds the names of a parameter's dims to its initializer if `annotate` is set."""
-    return nn.with_logical_partitioning(init, dim_names) if annotate else init
-
-
-def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
-    """Returns `axis` for each dim name that layers split, and `None` for all other dims."""
-    return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
-
-
 def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
-    """Makes an RMSNorm called `name` over the last dim, whose logical name is `dim_name`."""
+    """Makes a norm called `name` over the last dim, whose logical name is `dim_name`."""
     initial = nn.initializers.zeros if config.norm.offset else nn.initializers.ones
     init = marked(initial, (dim_name,), annotate=config.annotate)
+    if config.norm.kind == "layer":
+        zeros = marked(nn.initializers.zeros, (dim_name,), annotate=config.annotate)
+        return nn.LayerNorm(
+            config.norm.epsilon,
+            dtype=config.dtype,
+            use_bias=config.norm.bias,
+            scale_init=init,
+            bias_init=zeros,
+            use_fast_variance=False,
+            name=name,
+        )
     kind: Any = OffsetNorm if config.norm.offset else nn.RMSNorm
     norm: nn.Module = kind(config.norm.epsilon, dtype=config.dtype, scale_init=init, name=name)
     return norm
+
+
+def _sinks(module: nn.Module, config: LayerConfig) -> jax.Array | None:
+    """Makes the parameter `sinks` of this device's query heads, if heads have sinks."""
+    if not config.attention.sinks:
+        return None
+    init = marked(nn.initializers.zeros, ("heads",), annotate=config.annotate)
+    if config.split.axis:
+        init = split(init, split_dims(("heads",), config.split.axis))
+    sinks: jax.Array = module.param("sinks", init, (config.num_heads,), jnp.float32)
+    return sinks
 
 
 def _experts(config: LayerConfig) -> MoE:
@@ -228,35 +301,4 @@ def _experts(config: LayerConfig) -> MoE:
         down_scale=config.added_scale,
         context_axis=config.context.axis,
         name="experts",
-    )
-
-
-def _product(
-    config: LayerConfig,
-    shape: tuple[int, ...],
-    dim_names: DimNames,
-    *,
-    contracted: int = 1,
-    scale: float = 1.0,
-    use_bias: bool = False,
-    name: str,
-) -> SplitDense:
-    """Makes a `SplitDense` layer; the variance of its initial weights is `scale**2 / inputs`."""
-    dims, names = range(len(shape)), split_dims(dim_names, config.split.axis)
-    is_row = any(names[:contracted])
-    init = nn.initializers.variance_scaling(
-        scale**2, "fan_in", "normal", dims[:contracted], dims[contracted:]
-    )
-    return SplitDense(
-        shape,
-        names,
-        contracted,
-        use_bias=use_bias,
-        kernel_init=marked(init, dim_names, annotate=config.annotate),
-        bias_init=marked(nn.initializers.zeros, dim_names[contracted:], annotate=config.annotate),
-        dtype=config.dtype,
-        sequence_dim=config.split.sequence_dim if is_row else None,
-        overlap=config.split.overlap if is_row else "none",
-        shared="kv_heads" in dim_names,
-        name=name,
     )

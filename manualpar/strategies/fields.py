@@ -23,8 +23,9 @@ class Field:
       minimum: The smallest number allowed.
       below: The upper limit of a number; the limit itself is not allowed.
       choices: All allowed values; `()` if any value of the type is allowed.
-      holds_names: Whether a tuple contains names. If not, it contains pairs of a name and one of:
-        a mesh axis, a tuple of axes, `None`.
+      holds_names: Whether a tuple contains names.
+      holds_numbers: Whether a tuple contains numbers. A tuple with neither names nor numbers
+        contains pairs of a name and one of: a mesh axis, a tuple of axes, `None`.
       default: The value for a config without the field, which keeps the behaviour from before the
         field existed. `None` if every config must set the field.
       expected: The allowed values in words, if the other attributes do not say them.
@@ -39,6 +40,7 @@ class Field:
     default: Any = None
     expected: str = ""
     meaning: str = dataclasses.field(default="", compare=False)
+    holds_numbers: bool = False
 
     def expectation(self) -> str:
         """Describes the allowed values in words."""
@@ -50,6 +52,8 @@ class Field:
             return "one of " + ", ".join(map(repr, self.choices))
         if self.holds_names:
             return "a tuple of names such as ('head',)"
+        if self.holds_numbers:
+            return "a tuple of numbers such as (1.0, 2.5)"
         if self.kind is tuple:
             return "a tuple of pairs such as (('embed', None), ('mlp', 'data'))"
         if self.kind is bool:
@@ -67,6 +71,7 @@ class Field:
             return isinstance(value, self.kind) and (not self.choices or value in self.choices)
         if self.kind is tuple:
             is_member = _is_name if self.holds_names else _is_rule
+            is_member = _is_number if self.holds_numbers else is_member
             if self.choices and not set(value) <= set(self.choices):
                 return False
             return isinstance(value, tuple) and all(map(is_member, value))
@@ -81,6 +86,10 @@ class Field:
 
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_rule(value: Any) -> bool:

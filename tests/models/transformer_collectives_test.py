@@ -27,7 +27,16 @@ from manualpar.models import Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.models.flat_fields import with_fields
 from manualpar.models.transformer_collectives import transformer_sends
-from tests.models.transformer_families import GEMMA, QWEN
+from tests.models.transformer_families import (
+    COHERE,
+    GEMMA,
+    GPT2,
+    GPT_OSS,
+    GPT_OSS_EXPERTS,
+    LATENT,
+    OLMO,
+    QWEN,
+)
 
 SMALL = Transformer(
     vocab_size=32, num_layers=3, hidden_size=16, num_heads=8, mlp_size=32, split=Split("model")
@@ -132,6 +141,22 @@ SLOW = [
     ("dp", {"data": 1, "expert": 4, "model": 2}, EXPERTS | SP | {"remat": "full"}, 2),
     ("dp", {"data": 1, "expert": 4, "model": 2}, DENSE | SP | {"remat": "full"}, 2),
     ("keep", {"data": 2, "expert": 2, "model": 2}, DENSE | {"router_bias": True}, 1),
+    *(
+        ("dp", {"data": 2, "expert": 2, "model": 2}, EXPERTS | GPT_OSS_EXPERTS | GPT_OSS | more, 1)
+        for more in (TP, SP | {"remat": "full"})
+    ),
+    ("dp", {"data": 2, "context": 2, "model": 2}, GPT_OSS | CONTEXT | TP, 2),
+    *(
+        ("dp", {"data": 2, "model": 4}, fields | more, 1)
+        for fields in (OLMO | {"num_kv_heads": 2}, COHERE, GPT2)
+        for more in (TP, SP | {"remat": "full"})
+    ),
+    *(
+        ("dp", {"data": 2, "model": 4}, LATENT | more, 2)
+        for more in (TP, SP, {"latent_query_rank": 0} | SP | {"remat": "dots"})
+    ),
+    ("dp", {"data": 2, "context": 2, "model": 2}, LATENT | CONTEXT | SP | {"remat": "full"}, 1),
+    ("dp", {"data": 2, "context": 4}, LATENT | ULYSSES | {"latent_value_size": 12}, 1),
     *(
         (name, {"replica": 2, "data": 2, "model": 2} if name == "hsdp" else mesh, fields, 2)
         for name, mesh, fields in itertools.product(

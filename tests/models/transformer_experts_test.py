@@ -17,6 +17,7 @@ from manualpar.models.flat_fields import with_fields
 from manualpar.models.generation import Generator
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.layer_stack import layer_place
+from tests.models.transformer_families import GPT_OSS, GPT_OSS_EXPERTS, LATENT
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 SMALL = Transformer(
@@ -51,10 +52,13 @@ DEEPSEEK_V3 = with_fields(
     dense_layers=1,
     dense_mlp_size=24,
 )
+OSS = with_fields(SMALL, **GPT_OSS, **GPT_OSS_EXPERTS)
+LATENT_V3 = with_fields(DEEPSEEK_V3, **LATENT, num_kv_heads=0)
 LOCAL = {"attention_window": 3, "global_every": 2, "remat": "full"}
 SPLIT = {"split_axis": "model", "expert_axis": "expert"}
 SEQUENCE = SPLIT | {"sequence_parallel": True}
 CONTEXT = {"context_axis": "context", "expert_axis": "expert"}
+STAGES = {"stage": 2, "data": 2, "model": 2}
 BOTH = ("data", "expert")
 
 
@@ -88,8 +92,31 @@ CASES: list[Any] = [
     (DEEPSEEK_V2, {"scan_layers": False}, {"data": 8}, {}),
     (DEEPSEEK_V3, {"expert_axis": "expert"}, {"data": 2, "stage": 2, "expert": 2}, {}),
     (DEEPSEEK_V3, SPLIT | CONTEXT, {"data": 1, "expert": 2, "context": 2, "model": 2}, {}),
-    (DEEPSEEK_V3, SEQUENCE, {"stage": 2, "data": 2, "model": 2}, {"num_minibatches": 4}),
+    (DEEPSEEK_V3, SEQUENCE, STAGES, {"num_minibatches": 4}),
     (DEEPSEEK_V3, CONTEXT, {"stage": 2, "data": 2, "context": 2}, {"strategy": zero}),
+    (OSS, SEQUENCE, {"data": 2, "expert": 2, "model": 2}, {}),
+    (OSS, SPLIT | {"capacity_factor": 0.75}, {"data": 2, "expert": 2, "model": 2}, {}),
+    (OSS, CONTEXT, {"data": 2, "expert": 2, "context": 2}, {}),
+    *(
+        (
+            OSS,
+            SPLIT | CONTEXT | {"context_attention": how},
+            {"data": 2, "context": 2, "model": 2},
+            {},
+        )
+        for how in ("ulysses", "gather")
+    ),
+    (
+        OSS,
+        SEQUENCE | {"num_layers": 4},
+        {"stage": 2, "data": 2, "model": 2},
+        {"num_minibatches": 4},
+    ),
+    (LATENT_V3, SEQUENCE, {"data": 2, "expert": 2, "model": 2}, {}),
+    (LATENT_V3, SPLIT | {"latent_query_rank": 0, "remat": "dots"}, {"data": 2, "model": 4}, {}),
+    (LATENT_V3, SPLIT | CONTEXT, {"data": 1, "expert": 2, "context": 2, "model": 2}, {}),
+    (LATENT_V3, CONTEXT | {"context_attention": "ulysses"}, {"data": 4, "context": 2}, {}),
+    (LATENT_V3, SEQUENCE, STAGES, {"num_minibatches": 4}),
     (
         *(DEEPSEEK_V3, LOCAL | {"expert_axis": "expert", "num_layers": 5, "dense_layers": 2}),
         *({"data": 2, "expert": 4}, {"axis_name": "data"}),

@@ -22,3 +22,44 @@ GEMMA: dict[str, Any] = {
     "attention_soft_cap": 4.0,
     "logit_soft_cap": 6.0,
 }
+# OLMo's: norms after attention and MLP, and of queries and keys over all heads.
+OLMO: dict[str, Any] = {
+    "query_key_norm": True,
+    "wide_query_key_norm": True,
+    "pre_norms": False,
+    "post_norms": True,
+}
+# Cohere's: attention and MLP read one LayerNorm.
+COHERE: dict[str, Any] = {"norm_kind": "layer", "shared_norm": True, "parallel_mlp": True}
+# GPT-2's: biases everywhere, learned positions, and no gates.
+GPT2: dict[str, Any] = {
+    "norm_kind": "layer",
+    "norm_bias": True,
+    "gated_mlp": False,
+    "mlp_bias": True,
+    "qkv_bias": True,
+    "attention_out_bias": True,
+    "learned_positions": 8,
+}
+# gpt-oss's: sinks, biases, and layers of two kinds.
+GPT_OSS: dict[str, Any] = {
+    "qkv_bias": True,
+    "attention_out_bias": True,
+    "attention_sinks": True,
+    "attention_window": 3,
+    "global_every": 2,
+}
+GPT_OSS_EXPERTS: dict[str, Any] = {
+    "expert_biases": True,
+    "swiglu_limit": 0.5,
+    "swiglu_alpha": 1.702,
+}
+# DeepSeek's: latent attention; values have other sizes than keys.
+LATENT: dict[str, Any] = {
+    "latent_rank": 6,
+    "latent_query_rank": 10,
+    "latent_rotary_size": 4,
+    "latent_value_size": 4,
+    "head_size": 10,
+    "rotary_interleaved": True,
+}

@@ -17,6 +17,7 @@ from manualpar.models.generation import Generator, generator
 from manualpar.models.generation.drawing import Drawing
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.generation.scoring import score_completions
+from manualpar.models.rotary import NO_ROTARY, Rotary, RotaryScaling
 from tests.models.finetuning.adapted_models import BATCH, PLAN, SOMEBODYS, Somebodys
 from tests.refused.sentences import cases
 from tests.refused.table import check_refused, rows
@@ -26,6 +27,11 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 def init(model, *inputs):
     jax.eval_shape(model.init, KEY, *inputs)
+
+
+LONGROPE = RotaryScaling(
+    "longrope", original_length=8, short_factors=(1.0,) * 16, long_factors=(2.0,) * 16
+)
 
 
 def lose(changes):
@@ -78,10 +84,11 @@ def quantize(arguments):
     init(quantized(*arguments), BATCH.inputs)
 
 
-def generate(arguments, tokenizer=None):
+def generate(arguments, tokenizer=None, rotary=NO_ROTARY):
     """Calls a generator with prompts that it refuses before it runs a step."""
     prompts, options = arguments
-    steps = types.SimpleNamespace(model=Transformer(vocab_size=260, bos_token=256), row_devices=2)
+    model = Transformer(vocab_size=260, bos_token=256, rotary=rotary)
+    steps = types.SimpleNamespace(model=model, row_devices=2, adopt=lambda state: state)
     state = types.SimpleNamespace(params={}, collections={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "CachedSteps", lambda program: steps)
@@ -222,6 +229,17 @@ REFUSED = [
         generate,
         ((["a"], {}), TypeError, "prompt 0 is a string and there is no tokenizer"),
         (([[1]], {"stop": ["b"]}), "stop has the string 'b' and there is no tokenizer"),
+    ),
+    *rows(
+        "generate with a table of positions",
+        functools.partial(generate, rotary=Rotary(learned=8)),
+        (([[1], [1] * 5], {"max_tokens": 5}), "prompt 1 has 5 tokens and max_tokens is 5, expect"),
+        (([[1] * 9], {"max_tokens": 1}), "expected at most rotary.learned=8, the length of the"),
+    ),
+    *rows(
+        "generate with longrope",
+        functools.partial(generate, rotary=Rotary(scaling=LONGROPE)),
+        (([[1] * 8], {"max_tokens": 2}), r"at most rotary.scaling.original_length=8 \(or a longer"),
     ),
     *rows(
         "sample_tokens",

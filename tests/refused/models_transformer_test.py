@@ -14,6 +14,7 @@ from manualpar.models.flat_fields import with_fields
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.topology import parse_topology
 from tests.models import split_layers
+from tests.models.transformer_families import LATENT
 from tests.refused.sentences import cases
 from tests.refused.table import check_refused, rows
 
@@ -27,6 +28,7 @@ TWO_KINDS = with_fields(
 TWO_KINDS = with_fields(TWO_KINDS, rope_scaling="linear", rope_factor=4.0)
 EXPERTS = with_fields(SMALL, mlp_size=8, num_experts=8, capacity_factor=0.0)
 QWEN = with_fields(EXPERTS, normalize_gates=False, shared_experts_size=12, shared_gate=True)
+LATENT_MODEL = with_fields(SMALL, **LATENT, num_kv_heads=0)
 TOKENS = np.zeros((2, 4), np.int32)
 # Fields of a model that are wrong on every mesh, and in a count of its FLOPs.
 FIELDS = (
@@ -96,7 +98,11 @@ REFUSED = [
         ({"global_every": 0}, r"rotary.local_base is 100.0, expected 0 without attention.glo"),
         ({"local_rope_base": 0.5}, "Rotary: local_base is 0.5, expected more than 1"),
         ({"rope_scaling": ""}, "RotaryScaling: factor is 4.0, expected 1 without kind"),
-        ({"rope_scaling": "yarn"}, "RotaryScaling: kind is 'yarn', expected one of '', 'linear"),
+        ({"rope_scaling": "ntk"}, "RotaryScaling: kind is 'ntk', expected one of '', 'linear"),
+        ({"rope_attention_factor": 2.0}, "RotaryScaling: attention_factor is 2.0, expected 0, bec"),
+        ({"rope_scaling": "longrope"}, r"RotaryScaling: short_factors is \(\), expected a number"),
+        ({"rotary_features": 3}, "Rotary: features is 3, expected an even number, or 0"),
+        ({"rotary_features": 64}, "Transformer: rotary.features is 64, expected at most the"),
         ({"rope_factor": 0.5}, "RotaryScaling: factor is 0.5, expected at least 1"),
         ({"rope_low_factor": 4.0}, "RotaryScaling: low_factor is 4.0, expected between 0 and high"),
         ({"rope_original_length": 0}, "RotaryScaling: original_length is 0, expected at least 1"),
@@ -125,13 +131,28 @@ REFUSED = [
         ({"dense_layers": 2}, "experts.dense_layers is 2, expected less than num_layers=2"),
         (
             {"dense_layers": 1, "attention_window": 2, "global_every": 2},
-            "experts.dense_layers is 1, expected a multiple of attention.global_every=2",
+            "experts.dense_layers is 1, expected a multiple of 2",
         ),
         ({"dense_mlp_size": 8}, "Experts: dense_mlp_size is 8, expected 0 without dense_layers"),
     ),
     *fields(
         init,
+        LATENT_MODEL,
+        ({"pre_norms": False, "post_norms": True}, "norm.pre is False, expected True with exp"),
+        ({"shared_norm": True, "parallel_mlp": True}, "norm.shared is True, expected False with"),
+        ({"learned_positions": 8}, "rotary.learned is 8, expected 0 with attention.latent, whose"),
+        ({"rotary_features": 2}, "rotary.features is 2, expected 0 with attention.latent, whose"),
+        (
+            {"global_every": 2, "unrotated_global": True},
+            "attention.unrotated_global is True, expected False with attention.latent",
+        ),
+        ({"head_size": 4}, "head_size is 4, expected more than attention.latent.rotary_size=4"),
+        ({"attention_sinks": True}, "Attention: sinks is True, expected False with a latent"),
+    ),
+    *fields(
+        init,
         SMALL,
+        ({"learned_positions": 3}, "tokens have 4 positions, expected at most rotary.learned=3"),
         ({"logit_soft_cap": -1.0}, "logit_soft_cap is -1.0, expected more than 0, such as 30, or"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0, expected from 0 to less than 1"),
         ({"z_loss": -1.0}, "z_loss is -1.0, expected 0 for none, or more, such as 1e-4"),

@@ -202,10 +202,23 @@ def seen_pairs(queries: np.ndarray, keys: np.ndarray, window: int | None = None)
     return np.argwhere(is_seen).astype(np.int32)
 
 
-def no_sums(queries: Queries) -> Sums:
-    """Returns the sums over no keys."""
+def no_sums(queries: Queries, sinks: jax.Array | None = None) -> Sums:
+    """Returns the sums over no keys.
+
+    `sinks` is `float32[N]`, the score of each head's sink: a key that every query sees, and whose
+    value is 0.
+    """
     zeros = _zeros(queries.query, queries)
-    return Sums(zeros, zeros[..., 0], zeros[..., 0] + MASKED)
+    none = zeros[..., 0]
+    if sinks is None:
+        return Sums(zeros, none, none + MASKED)
+    return Sums(zeros, none + 1, none + sinks.reshape(1, 1, *none.shape[2:4], 1))
+
+
+def gradient_of_sinks(seen: Seen, sinks: jax.Array) -> jax.Array:
+    """Computes this device's term of the gradient of the sinks, `float32[N]`."""
+    weights = jnp.exp(sinks.reshape(1, 1, *seen.product.shape[2:4], 1) - seen.log_weights)
+    return -(weights * seen.product).sum((0, 1, 4)).reshape(sinks.shape)
 
 
 def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scoring) -> Sums:

@@ -28,6 +28,7 @@ from manualpar.layers.attention.blockwise_attention import (
     block_size,
     cut_keys,
     cut_queries,
+    gradient_of_sinks,
     join_heads,
     no_sums,
     seen_of,
@@ -60,6 +61,7 @@ def attend_in_blocks(
     value: jax.Array,
     documents: jax.Array | None,
     scoring: Scoring,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends causally within documents.
 
@@ -69,6 +71,7 @@ def attend_in_blocks(
       value: `[B, S, K, H]`, of the dtype of `key`.
       documents: `int32[B, S]`, or `None` if each sequence is one document.
       scoring: The window, and the cap of scores.
+      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -85,7 +88,7 @@ def attend_in_blocks(
     blocks = spans(length, size)
     pairs = seen_pairs(blocks, blocks, scoring.window)
     labels = _Labels(positions, positions, documents, documents, pairs)
-    return _attend_varying(query, key, value, labels, _Cut(size, 1, scoring))
+    return _attend_varying(query, key, value, sinks, labels, _Cut(size, 1, scoring))
 
 
 def attend_from_half_blocks(
@@ -96,6 +99,7 @@ def attend_from_half_blocks(
     documents: tuple[jax.Array | None, jax.Array | None],
     axis: str,
     scoring: Scoring,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends causally within documents, from two half-blocks to the keys of the full sequence.
 
@@ -111,6 +115,7 @@ def attend_from_half_blocks(
         `(None, None)` if each sequence is one document.
       axis: The mesh axis over which the sequence is split.
       scoring: The window, and the cap of scores.
+      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -126,7 +131,7 @@ def attend_from_half_blocks(
     pairs = jnp.asarray(_pairs_of_devices(devices, half, size, scoring.window))[device]
     key_positions = jnp.arange(key.shape[1], dtype=jnp.int32)
     labels = _Labels(positions, key_positions, documents[0], documents[1], pairs)
-    return _attend_varying(query, key, value, labels, _Cut(size, 2, scoring))
+    return _attend_varying(query, key, value, sinks, labels, _Cut(size, 2, scoring))
 
 
 def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) -> np.ndarray:
@@ -144,25 +149,37 @@ def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) ->
     return np.stack([np.concatenate([x, unseen.repeat(most - len(x), 0)]) for x in lists])
 
 
-def _attend_varying(query: Any, key: Any, value: Any, labels: _Labels, cut: _Cut) -> jax.Array:
-    arrays = (query, key, value, labels)
+def _attend_varying(
+    query: Any, key: Any, value: Any, sinks: Any, labels: _Labels, cut: _Cut
+) -> jax.Array:
+    arrays = (query, key, value, sinks, labels)
     out: jax.Array = _attend(*cast_to_varying(arrays, varying_axes(arrays)), cut)
     return out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array | None,
+    labels: _Labels,
+    cut: _Cut,
 ) -> jax.Array:
-    return _forward(query, key, value, labels, cut)[0]
+    return _forward(query, key, value, sinks, labels, cut)[0]
 
 
 def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array | None,
+    labels: _Labels,
+    cut: _Cut,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the result, and the log of each query's sum of weights, `float32[n, B, K, G, S]`."""
     queries, keys = _blocks(query, key, value, labels, cut)
-    sums = attend(no_sums(queries), queries, keys, labels.pairs, cut.scoring)
+    sums = attend(no_sums(queries, sinks), queries, keys, labels.pairs, cut.scoring)
     out = join_heads(sums.values / sums.weights[..., None], query.shape[1], cut.parts)
     return out.astype(value.dtype), sums.largest + jnp.log(sums.weights)
 
@@ -177,20 +194,27 @@ def _blocks(
 
 
 def _attend_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array | None,
+    labels: _Labels,
+    cut: _Cut,
 ) -> tuple[jax.Array, Any]:
-    out, log_weights = checkpoint_name(_forward(query, key, value, labels, cut), ATTENDED)
-    return out, (query, key, value, labels, out, log_weights)
+    found = _forward(query, key, value, sinks, labels, cut)
+    out, log_weights = checkpoint_name(found, ATTENDED)
+    return out, (query, key, value, sinks, labels, out, log_weights)
 
 
-def _attend_backward(cut: _Cut, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
-    query, key, value, labels, out, log_weights = residuals
+def _attend_backward(cut: _Cut, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any, Any, None]:
+    query, key, value, sinks, labels, out, log_weights = residuals
     queries, keys = _blocks(query, key, value, labels, cut)
     seen = seen_of(log_weights, out, g, num_groups=key.shape[2], size=cut.size, parts=cut.parts)
     grads = attend_backward(queries, seen, keys, labels.pairs, cut.scoring)
     of_query = join_heads(grads[0], query.shape[1], cut.parts).astype(query.dtype)
     of_key, of_value = (join_heads(x[:, :, :, None], key.shape[1]) for x in grads[1:])
-    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), None
+    of_sinks = None if sinks is None else gradient_of_sinks(seen, sinks)
+    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), of_sinks, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -186,6 +186,7 @@ class Context(FieldGroup):
         kind: AttentionKind = "",
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Attends causally within documents.
 
@@ -200,6 +201,7 @@ class Context(FieldGroup):
             supports these blocks.
           window: How many positions a query sees, including the query's position; `None` for all.
           soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
+          sinks: `float32[N]`, the sinks, see `manualpar.layers.attention.kinds`; `None` for none.
 
         Returns:
           `[B, S/axis, N, H]`.
@@ -223,11 +225,11 @@ class Context(FieldGroup):
         scoring = Scoring(window, soft_cap)
         attend = functools.partial(attention, kind=kind, window=window, soft_cap=soft_cap)
         if self.size == 1:
-            return self._attend_to_global(attend, query, key, value, documents)
+            return self._attend_to_global(attend, query, key, value, documents, sinks)
         self._check_length("attention", query.shape[1])
         check_attention(query, key, value, documents, scoring)
         if self.how == "ulysses":
-            return self._exchange_heads(attend, query, key, value, documents)
+            return self._exchange_heads(attend, query, key, value, documents, sinks)
         if kind not in ("", "blockwise"):
             raise ValueError(
                 f"Context: kind (a model's field attention) is {kind!r}, expected '' or "
@@ -235,11 +237,11 @@ class Context(FieldGroup):
                 "blocks."
             )
         if self.how == "gather":
-            return self._gather_keys(query, key, value, documents, scoring)
+            return self._gather_keys(query, key, value, documents, scoring, sinks)
         of_all = None if documents is None else self._gather(documents)
         by_kernel = not kind and fits_parts(query, key, query.shape[1] // 2, scoring)
-        axis = str(self.axis)
-        return ring_attention(query, key, value, of_all, axis, scoring, by_kernel=by_kernel)
+        by: Any = {"by_kernel": by_kernel and sinks is None, "sinks": sinks}
+        return ring_attention(query, key, value, of_all, str(self.axis), scoring, **by)
 
     def _sum_up_global(self, x: jax.Array) -> jax.Array:
         """Computes a cumulative sum along dim 1 of an array that its type may shard there."""
@@ -256,6 +258,7 @@ class Context(FieldGroup):
         key: jax.Array,
         value: jax.Array,
         documents: jax.Array | None,
+        sinks: jax.Array | None,
     ) -> jax.Array:
         """Attends on arrays with full sequences.
 
@@ -267,7 +270,7 @@ class Context(FieldGroup):
         mesh = jax.sharding.get_abstract_mesh()
         axis = self.axis
         if axis not in {*mesh.auto_axes, *mesh.explicit_axes} or mesh.shape[axis] == 1:
-            return attend(query, key, value, documents)
+            return attend(query, key, value, documents, sinks=sinks)
         free: Any = PartitionSpec.UNCONSTRAINED
         constrain: Any = jax.lax.with_sharding_constraint
         by_positions = PartitionSpec(free, axis, free, free)
@@ -280,7 +283,9 @@ class Context(FieldGroup):
         query, key, value = (constrain(x, by_heads) for x in (query, key, value))
         if documents is not None:
             documents = constrain(documents, PartitionSpec(examples, None))
-        return constrain(attend(query, key, value, documents), by_positions)
+        if sinks is not None:
+            sinks = constrain(sinks, PartitionSpec(heads))
+        return constrain(attend(query, key, value, documents, sinks=sinks), by_positions)
 
     def _exchange_heads(
         self,
@@ -289,6 +294,7 @@ class Context(FieldGroup):
         key: jax.Array,
         value: jax.Array,
         documents: jax.Array | None,
+        sinks: jax.Array | None,
     ) -> jax.Array:
         size, num_heads, num_groups = self.size, query.shape[2], key.shape[2]
         repeats = max(1, size // num_groups)
@@ -303,7 +309,10 @@ class Context(FieldGroup):
             _reordered(self._exchange(x, 2, 1), np.argsort(self._half_blocks()))
             for x in (query, key, value)
         )
-        out = attend(query, key, value, self._gather_in_order(documents))
+        if sinks is not None:
+            start, count = jax.lax.axis_index(self.axis) * query.shape[2], query.shape[2]
+            sinks = jax.lax.dynamic_slice_in_dim(sinks, start, count)
+        out = attend(query, key, value, self._gather_in_order(documents), sinks=sinks)
         return self._exchange(_reordered(out, self._half_blocks()), 1, 2)
 
     def _gather_keys(
@@ -313,11 +322,12 @@ class Context(FieldGroup):
         value: jax.Array,
         documents: jax.Array | None,
         scoring: Scoring,
+        sinks: jax.Array | None,
     ) -> jax.Array:
         key, value, of_keys = map(self._gather_in_order, (key, value, documents))
         positions, axis = self.positions(query.shape[1]), str(self.axis)
         return attend_from_half_blocks(
-            query, key, value, positions, (documents, of_keys), axis, scoring
+            query, key, value, positions, (documents, of_keys), axis, scoring, sinks
         )
 
     def _gather_in_order(self, x: Any) -> Any:

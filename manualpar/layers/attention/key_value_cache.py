@@ -26,6 +26,8 @@ from manualpar.layers.attention.blockwise_attention import MASKED, Scoring
 # The collection of the cached keys and values, and the collection of the keys and values that a
 # call adds.
 CACHE, NEW_KEYS = "cache", "new_keys"
+# The name of the cached latents of multi-head latent attention, which all heads share.
+LATENT = "latent"
 
 
 @flax.struct.dataclass
@@ -111,6 +113,7 @@ def attend_to_kept(
     kept: tuple[jax.Array, jax.Array],
     past: Past,
     scoring: Scoring,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends from one new token of each row to the cache and to the token itself.
 
@@ -121,6 +124,7 @@ def attend_to_kept(
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
       past: The position of each row.
       scoring: The window and the bound of scores.
+      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 
     Returns:
       `[B, 1, N, H]`.
@@ -146,8 +150,12 @@ def attend_to_kept(
     of_kept = score("bkgh,bckh->bkgc", keys_BCKH)
     of_kept = jnp.where(is_seen_BC[:, None, None], of_kept, MASKED)
     scores = jnp.concatenate([of_kept, score("bkgh,bokh->bkgo", key)], axis=-1)
+    if sinks is not None:
+        of_sinks = jnp.broadcast_to(sinks.reshape(1, *scores.shape[1:3], 1), (*scores.shape[:3], 1))
+        scores = jnp.concatenate([of_sinks, scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = weights if sinks is None else weights[..., 1:]
     added = {"preferred_element_type": jnp.float32}
     out = jnp.einsum("bkgc,bckh->bkgh", weights[..., :-1], values_BCKH, **added)
     out += jnp.einsum("bkgo,bokh->bkgh", weights[..., -1:], value, **added)
-    return out.reshape(B, 1, N, H).astype(query.dtype)
+    return out.reshape(B, 1, N, -1).astype(query.dtype)

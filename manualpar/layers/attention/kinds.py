@@ -53,6 +53,7 @@ def attention(
     kind: AttentionKind = "",
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends causally within documents.
 
@@ -66,6 +67,9 @@ def attention(
       window: How many positions a query sees, including the query's position; `None` for all.
       soft_cap: Bounds scores: a score becomes `soft_cap * tanh(score / soft_cap)`; `None` for no
         bound.
+      sinks: `float32[N]`, the score of each head's *sink*: a key that every query sees, and whose
+        value is 0, so that the weights of the other keys sum to less than 1; `None` for none. Only
+        `"blockwise"` has sinks.
 
     Returns:
       `[B, S, N, H]`.
@@ -81,11 +85,15 @@ def attention(
         known = ", ".join(map(repr, ATTENTION_KINDS))
         raise ValueError(f"attention: kind is {kind!r}, expected one of {known}.")
     misfit = _misfit(kind, query, key, documents, scoring) if kind else None
+    if kind not in ("", "blockwise") and sinks is not None:
+        misfit = "the heads have sinks, but only 'blockwise' has them"
     if misfit is not None:
         raise ValueError(
             f"attention: kind (of models config.model.attention) is {kind!r}, and {misfit}; "
             "expected a kind that can run here. Take '' for the best kind that can."
         )
+    if sinks is not None:
+        return attend_in_blocks(query, key, value, documents, scoring, sinks)
     kind = kind or _best(query, key, documents, scoring)
     if kind == "splash":
         return splash_attention(query, key, value, documents, window=window, soft_cap=soft_cap)

@@ -40,6 +40,7 @@ from manualpar.layers.attention.blockwise_attention import (
     block_size,
     cut_keys,
     cut_queries,
+    gradient_of_sinks,
     join_heads,
     no_sums,
     seen_of,
@@ -68,6 +69,7 @@ def ring_attention(
     scoring: Scoring,
     *,
     by_kernel: bool = False,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends causally within documents.
 
@@ -80,6 +82,7 @@ def ring_attention(
       axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
       scoring: The window, and the cap of scores. Keys outside of the window are sent too.
       by_kernel: Whether JAX's kernel for TPUs computes the half-blocks, see `splash_ring`.
+      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -93,7 +96,7 @@ def ring_attention(
       has the checkpoint name `ATTENDED`. With a policy that saves the name, the forward pass is not
       run again in the backward pass.
     """
-    arrays = (query, key, value, documents)
+    arrays = (query, key, value, sinks, documents)
     return _ring(
         *cast_to_varying(arrays, varying_axes(arrays) | {axis}), _Rule(axis, scoring, by_kernel)
     )
@@ -171,21 +174,23 @@ class _Here:
         return join_heads(blocks, self.length, parts=2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _ring(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    sinks: jax.Array | None,
     documents: jax.Array | None,
     rule: _Rule,
 ) -> jax.Array:
-    return _forward(query, key, value, documents, rule)[0]
+    return _forward(query, key, value, sinks, documents, rule)[0]
 
 
 def _forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    sinks: jax.Array | None,
     documents: jax.Array | None,
     rule: _Rule,
 ) -> tuple[jax.Array, jax.Array]:
@@ -204,8 +209,8 @@ def _forward(
 
     pair = jnp.stack([key, value])
     first_keys, _ = here.keys(pair, 0)
-    of_early = here.add(no_sums(early), early, first_keys[0], here.causal_pairs)
-    of_late = here.add(no_sums(late), late, first_keys[0], here.pairs)
+    of_early = here.add(no_sums(early, sinks), early, first_keys[0], here.causal_pairs)
+    of_late = here.add(no_sums(late, sinks), late, first_keys[0], here.pairs)
     of_late = here.add(of_late, late, first_keys[1], here.causal_pairs)
     of_early, of_late = _go_around(step, (of_early, of_late), pair, axis)
     sums: Sums = jax.tree.map(_join, of_early, of_late)
@@ -217,19 +222,22 @@ def _ring_forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    sinks: jax.Array | None,
     documents: jax.Array | None,
     rule: _Rule,
 ) -> tuple[jax.Array, Any]:
-    out, log_weights = checkpoint_name(_forward(query, key, value, documents, rule), ATTENDED)
-    return out, (query, key, value, documents, out, log_weights)
+    found = _forward(query, key, value, sinks, documents, rule)
+    out, log_weights = checkpoint_name(found, ATTENDED)
+    return out, (query, key, value, sinks, documents, out, log_weights)
 
 
-def _ring_backward(rule: _Rule, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
-    query, key, value, documents, out, log_weights = residuals
+def _ring_backward(rule: _Rule, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any, Any, None]:
+    query, key, value, sinks, documents, out, log_weights = residuals
     axis, here = rule.axis, _Here(query, key, documents, rule)
     early, late = here.queries
     of_out = {"num_groups": here.num_groups, "size": here.size, "parts": 2}
-    seen = _halves(seen_of(log_weights, out, g, **of_out))
+    of_all = seen_of(log_weights, out, g, **of_out)
+    seen = _halves(of_all)
 
     def join_pair(early: jax.Array, late: jax.Array) -> jax.Array:
         """Joins two half-blocks' gradients `[n, 2, B, K, S, H]` to the shape that is sent."""
@@ -260,7 +268,8 @@ def _ring_backward(rule: _Rule, residuals: Any, g: jax.Array) -> tuple[Any, Any,
     of_query, of_pair = _go_around(step, (of_query, of_pair), pair, axis)
     of_key, of_value = _shift(of_pair, axis)
     of_query = here.join(of_query).astype(query.dtype)
-    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), None
+    of_sinks = None if sinks is None else gradient_of_sinks(of_all, sinks)
+    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), of_sinks, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

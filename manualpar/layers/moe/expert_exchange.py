@@ -18,10 +18,8 @@ expert.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -29,6 +27,7 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.scopes import EXPERT_SCOPE
 from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import platform_traced_for
+from manualpar.layers.moe.gated_mlp import SWIGLU, Gating, Weights, gated_mlp
 from manualpar.layers.moe.routing import places
 
 
@@ -36,17 +35,19 @@ class LocalExperts(NamedTuple):
     """The weights of this device's experts, and how experts and tokens are sharded.
 
     Attributes:
-      weights: `gate` and `up` `[E/N, D, F]`, and `down` `[E/N, F, D]`.
+      weights: `gate` and `up` `[E/N, D, F]`, and `down` `[E/N, F, D]`, and their biases, if any.
       num_experts: The number of all experts, `E`.
       axes: The bound mesh axes that the experts are divided over.
       tokens_differ: Whether tokens differ along these axes. If tokens differ, they are sent to
         their experts.
+      gating: How the gates of an expert multiply its features.
     """
 
-    weights: tuple[jax.Array, jax.Array, jax.Array]
+    weights: Weights
     num_experts: int
     axes: tuple[str, ...]
     tokens_differ: bool
+    gating: Gating = SWIGLU
 
     def on_device(self) -> tuple[jax.Array | int, int]:
         """Returns the index of this device's first expert, and the number of its experts."""
@@ -55,18 +56,6 @@ class LocalExperts(NamedTuple):
         count = self.num_experts // jax.lax.axis_size(self.axes)
         with jax.named_scope(EXPERT_SCOPE):
             return jax.lax.axis_index(self.axes) * count, count
-
-
-def swiglu(
-    x: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    product: Callable[..., jax.Array] = jnp.matmul,
-) -> jax.Array:
-    """Computes `down(silu(gate(x)) * up(x))` in the dtype of `x`, by `product(x, weights)`."""
-    gate, up, down = (weights.astype(x.dtype) for weights in (gate, up, down))
-    return product(nn.silu(product(x, gate)) * product(x, up), down)
 
 
 def compute_with_capacity(
@@ -110,7 +99,13 @@ def compute_with_capacity(
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
     slots_HTD = slots_BMD.reshape(B, H, C, D).swapaxes(0, 1).reshape(H, B * C, D)
-    slots_HTD = _send(swiglu(_send(slots_HTD, experts, 0, 1), *experts.weights), experts, 1, 0)
+    slots_HTD = gated_mlp(
+        _send(slots_HTD, experts, 0, 1),
+        experts.weights,
+        experts.gating,
+        of_rows=lambda bias_HX: bias_HX[:, None],
+    )
+    slots_HTD = _send(slots_HTD, experts, 1, 0)
     slots_BMD = slots_HTD.reshape(H, B, C, D).swapaxes(0, 1).reshape(B, H * C, D)
     y_BSKD = _take(slots_BMD, slot_BSK.reshape(B, S * K)).reshape(B, S, K, D)
     is_dropped_BSK = ~has_room_BSK & (chosen_BSK < experts.num_experts)
@@ -178,8 +173,14 @@ def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: LocalExperts
     is_here_R1 = expert_R[order_R][:, None] < H
     # For rows without a group, a grouped product's results and gradients are undefined.
     rows_RD = jnp.where(is_here_R1, x_TD[order_R // K], 0)
-    product = functools.partial(jax.lax.ragged_dot, group_sizes=group_sizes)
-    y_RD = swiglu(rows_RD, *experts.weights, product)
+    nearest_R = jnp.minimum(expert_R[order_R], H - 1)
+    y_RD = gated_mlp(
+        rows_RD,
+        experts.weights,
+        experts.gating,
+        product=functools.partial(jax.lax.ragged_dot, group_sizes=group_sizes),
+        of_rows=lambda bias_HX: bias_HX[nearest_R],
+    )
     return _put(jnp.where(is_here_R1, y_RD, 0), order_R, T * K).reshape(T, K, D)
 
 

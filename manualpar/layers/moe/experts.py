@@ -13,6 +13,8 @@ from manualpar.layers.field_groups import (
 )
 from manualpar.layers.moe.routing import Gates, GroupScore
 
+OF_EXPERTS = ("router_bias", "biases", "swiglu_limit", "swiglu_alpha")  # Need `num_experts`.
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Experts(FieldGroup):
@@ -37,9 +39,13 @@ class Experts(FieldGroup):
       group_score: The score by which a token chooses groups, `"best_two"` or `"best"`.
       shared_size: The total features of the shared experts, which compute every token; 0 for none.
       shared_is_gated: Whether the output of the shared experts is multiplied by a gate.
+      biases: Whether the router and the products of the experts have biases.
+      swiglu_limit: The bound of gates and features in the clamped SwiGLU of gpt-oss; 0 for SwiGLU.
+      swiglu_alpha: The factor inside of the sigmoid, only with `swiglu_limit`.
+      every: The length of a group of layers, of which the last has experts and the others have an
+        MLP; 1 if all layers have experts.
       dense_layers: How many layers at the beginning of the model have an MLP in place of experts.
-      dense_mlp_size: The features inside the MLPs of the first `dense_layers` layers; 0 for
-        `mlp_size`.
+      dense_mlp_size: The features inside the MLPs of the layers without experts; 0 for `mlp_size`.
     """
 
     num_experts: int = config_field(0, "", 0, below=MOST_WRITTEN_OUT + 1, required=True)
@@ -57,6 +63,10 @@ class Experts(FieldGroup):
     )
     shared_size: int = config_field(0, "shared_experts_size", 0)
     shared_is_gated: bool = config_field(False, "shared_gate")
+    biases: bool = config_field(False, "expert_biases")
+    swiglu_limit: float = config_field(0.0, "", 0)
+    swiglu_alpha: float = config_field(1.0, "", 0)
+    every: int = config_field(1, "experts_every", 1, below=MOST_WRITTEN_OUT)
     dense_layers: int = config_field(0, "", 0, below=MOST_WRITTEN_OUT)
     dense_mlp_size: int = config_field(0, "", 0)
 
@@ -67,23 +77,36 @@ class Experts(FieldGroup):
         if not self.capacity_factor >= 0:
             refuse(self, "capacity_factor", "more than 0, such as 1.25, or 0 to drop nothing")
         if not self.num_experts:
-            for field in ("axis", "router_bias", "groups", "shared_size", "dense_layers"):
+            for field in (*OF_EXPERTS, "axis", "groups", "shared_size", "dense_layers", "every"):
                 if getattr(self, field) != (default := getattr(Experts, field)):
                     refuse(self, field, f"{default!r} without num_experts")
             return
         check_routing(self)
+        if not self.swiglu_limit >= 0:
+            refuse(self, "swiglu_limit", "more than 0, such as 7, or 0 for SwiGLU")
+        if self.swiglu_alpha != 1 and not self.swiglu_limit:
+            refuse(self, "swiglu_alpha", "1 without swiglu_limit")
         if self.shared_size < 0:
             refuse(self, "shared_size", "at least 1, or 0 for no shared experts")
         if self.shared_is_gated and not self.shared_size:
             refuse(self, "shared_is_gated", "False without shared_size")
-        if self.dense_mlp_size < 0 or (self.dense_mlp_size and not self.dense_layers):
+        if self.every < 1:
+            refuse(self, "every", "at least 1")
+        are_dense = self.dense_layers or self.every > 1
+        if self.dense_mlp_size < 0 or (self.dense_mlp_size and not are_dense):
             refuse(self, "dense_mlp_size", "0 without dense_layers, or the features of their MLPs")
+
+    def in_layer(self, layer: int) -> bool:
+        """Returns whether layer `layer` of a model has experts."""
+        if not self.num_experts or layer < self.dense_layers:
+            return False
+        return (layer + 1) % self.every == 0
 
     @property
     def of_layer(self) -> dict[str, Any]:
         """The values of the fields that `MoE` has too, with `None` for no capacity."""
         names = {field.name for field in dataclasses.fields(self)}
-        names -= {"dense_layers", "dense_mlp_size"}
+        names -= {"dense_layers", "dense_mlp_size", "every"}
         fields = {name: getattr(self, name) for name in names}
         return fields | {"capacity_factor": self.capacity_factor or None}
 

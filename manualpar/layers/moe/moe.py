@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import AxisName, axis_tuple
 from manualpar.core.parameters.collectives import gather_invariant, varying_axes
 from manualpar.core.parameters.split_parameter import split
-from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE
+from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import bound_axes, enter, leave
 from manualpar.layers.field_groups import refuse
@@ -34,9 +34,9 @@ from manualpar.layers.moe.expert_exchange import (
     LocalExperts,
     compute_dropless,
     compute_with_capacity,
-    swiglu,
 )
 from manualpar.layers.moe.experts import check_known, check_routing
+from manualpar.layers.moe.gated_mlp import Gating, Weights, gated_mlp
 from manualpar.layers.moe.routing import (
     BIAS,
     CHOICES,
@@ -62,9 +62,10 @@ class MoE(nn.Module):
     Its parameters are `router` `[D, E]`, `gate` and `up` `[E, D, F]` and `down` `[E, F, D]`. With
     shared experts there are also `shared_gate` and `shared_up` `[D, F']` and `shared_down`
     `[F', D]`, where `F'` is `shared_size` or `num_shared` times `F`. With `shared_is_gated` there
-    is also `shared_router` `[D, 1]`. If no `shard_map` binds the axes, the layer is an ordinary
-    layer of one device. The parameters and their initial values are the same on every mesh.
-    Parameters and routing are float32, and the experts compute in the dtype of their input.
+    is also `shared_router` `[D, 1]`. With `biases` there are also `logit_bias` `[E]`, `gate_bias`
+    and `up_bias` `[E, F]` and `down_bias` `[E, D]`. If no `shard_map` binds the axes, the layer is
+    an ordinary layer of one device. The parameters and their initial values are the same on every
+    mesh. Parameters and routing are float32. The experts compute in the dtype of their input.
 
     Capacity, order of choices and balance loss are separate for each sequence, so that the result
     does not depend on how sequences are divided among devices and minibatches.
@@ -115,6 +116,11 @@ class MoE(nn.Module):
         an expert. So each device has as many slots as its positions can fill. All devices together
         have more slots than without the axis, at most by a factor of the number of devices along
         the axis. Without a capacity, only chosen tokens are computed, on any mesh.
+      biases: Whether the router and the products of the experts have biases.
+      swiglu_limit: The bound `c` of gates and features in gpt-oss's experts, which compute `(up +
+        1) * gate * sigmoid(alpha * gate)` of `gate` up to `c` and of `up` from `-c` to `c`; 0 for
+        SwiGLU.
+      swiglu_alpha: The factor `alpha` of `swiglu_limit`.
       down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
     """
 
@@ -138,6 +144,9 @@ class MoE(nn.Module):
     groups: int = 1
     groups_per_token: int = 1
     group_score: GroupScore = "best_two"
+    biases: bool = False
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.0
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
@@ -164,7 +173,8 @@ class MoE(nn.Module):
           `sequence` the collectives of `enter` and `leave` replace the all-reduces of the outputs
           and of the gradient of `x`, and the router's logits are gathered.
 
-          With `bias_rate`: an all-reduce of `E` counts. Over a context axis: sums for each
+          With `biases` over a model axis: an all-reduce of the gradient of `down_bias`. With
+          `bias_rate`: an all-reduce of `E` counts. Over a context axis: sums for each
           sequence, see `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
@@ -203,11 +213,15 @@ class MoE(nn.Module):
         D, E = x_BSD.shape[-1], self.num_experts
         router_DE = self.param("router", nn.initializers.normal(D**-0.5), (D, E))
         model_axes = bound_axes("MoE", self.model_axis)
-        if not (self.sequence and model_axes):
-            return jnp.matmul(x_BSD.astype(jnp.float32), router_DE)
-        # Gather logits and not activations, because logits have fewer bytes.
-        logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_DE, model_axes))
-        return gather_invariant(logits_BSE, 1, model_axes, scope=SEQUENCE_SCOPE)
+        if self.sequence and model_axes:
+            # Gather logits and not activations, because logits have fewer bytes.
+            logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_DE, model_axes))
+            logits_BSE = gather_invariant(logits_BSE, 1, model_axes, scope=SEQUENCE_SCOPE)
+        else:
+            logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), router_DE)
+        if not self.biases:
+            return logits_BSE
+        return logits_BSE + self.param("logit_bias", nn.initializers.zeros, (E,))[None, None]
 
     def _route(self, logits_BSE: jax.Array, mask_BS: jax.Array | None) -> tuple[Routing, jax.Array]:
         bias = None
@@ -237,27 +251,34 @@ class MoE(nn.Module):
         D, E, F = hidden_size, self.num_experts, self.mlp_size
         axis, model_axis = self.axis or None, self.model_axis or None
         into, out = (axis, None, model_axis), (axis, model_axis, None)
-        return LocalExperts(
-            weights=(
-                self.param("gate", split(_normal(1.0), into), (E, D, F)),
-                self.param("up", split(_normal(1.0), into), (E, D, F)),
-                self.param("down", split(_normal(self.down_scale), out), (E, F, D)),
-            ),
-            num_experts=E,
-            axes=axes,
-            tokens_differ=tokens_differ,
+        weights = Weights(
+            self.param("gate", split(_normal(1.0), into), (E, D, F)),
+            self.param("up", split(_normal(1.0), into), (E, D, F)),
+            self.param("down", split(_normal(self.down_scale), out), (E, F, D)),
         )
+        if self.biases:
+            zeros, wide = nn.initializers.zeros, (axis, model_axis)
+            down_bias = self.param("down_bias", split(zeros, (axis, None)), (E, D))
+            down_bias = enter(down_bias, model_axis)
+            # The outputs are summed over the model axis, so only one device may add the bias.
+            if model_axes := bound_axes("MoE", model_axis):
+                with jax.named_scope(TENSOR_SCOPE):
+                    down_bias = jnp.where(jax.lax.axis_index(model_axes) == 0, down_bias, 0)
+            weights = weights._replace(
+                gate_bias=self.param("gate_bias", split(zeros, wide), (E, F)),
+                up_bias=self.param("up_bias", split(zeros, wide), (E, F)),
+                down_bias=down_bias,
+            )
+        gating = Gating(self.swiglu_limit, self.swiglu_alpha)
+        return LocalExperts(weights, E, axes, tokens_differ, gating)
 
     def _shared(self, x_BSD: jax.Array) -> jax.Array:
         D, model_axis = x_BSD.shape[-1], self.model_axis or None
         F = self.shared_size or self.num_shared * self.mlp_size
         into, out = split(_normal(1.0), (None, model_axis)), (model_axis, None)
-        y_BSD = swiglu(
-            x_BSD,
-            self.param("shared_gate", into, (D, F)),
-            self.param("shared_up", into, (D, F)),
-            self.param("shared_down", split(_normal(self.down_scale), out), (F, D)),
-        )
+        gate, up = (self.param(f"shared_{name}", into, (D, F)) for name in ("gate", "up"))
+        down = self.param("shared_down", split(_normal(self.down_scale), out), (F, D))
+        y_BSD = gated_mlp(x_BSD, Weights(gate, up, down))
         if not self.shared_is_gated:
             return y_BSD
         router_D1 = self.param("shared_router", nn.initializers.normal(D**-0.5), (D, 1))

@@ -34,7 +34,14 @@ from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, TENSOR_SCOPE
-from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts, append
+from manualpar.layers.attention.key_value_cache import (
+    CACHE,
+    LATENT,
+    NEW_KEYS,
+    Past,
+    Prompts,
+    append,
+)
 from manualpar.models import Split, Transformer
 from manualpar.models.generation.adopting import Adopter
 from manualpar.models.generation.drawing import Drawing, draw_tokens
@@ -200,7 +207,7 @@ class CachedSteps:
         *,
         width: int = 0,
     ) -> tuple[Rows, Any]:
-        specs = jax.tree.map(self._cache_spec, rows.cache)
+        specs = jax.tree_util.tree_map_with_path(self._cache_spec, rows.cache)
 
         def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
             rows: Rows = args[0]
@@ -326,8 +333,9 @@ class CachedSteps:
         specs: Any = (self._rows,) * 5
         return Rows(cache, *specs)
 
-    def _cache_spec(self, x: Any) -> PartitionSpec:
-        heads = self._split_axes[0] if self._split_axes else None
+    def _cache_spec(self, path: Any, x: Any) -> PartitionSpec:
+        is_shared = path[-1].key == LATENT  # All heads share it, so no axis splits it.
+        heads = self._split_axes[0] if self._split_axes and not is_shared else None
         return PartitionSpec(*(None,) * (x.ndim - 4), self._data_axes, None, heads, None)
 
     def _cache_specs(self, tokens: jax.Array, size: int) -> Any:
@@ -341,7 +349,7 @@ class CachedSteps:
             return call(variables, tokens, rows=rows)[1][NEW_KEYS]
 
         cache = jax.eval_shape(keep, self.program.unpadded_state.params)
-        return jax.tree.map(self._cache_spec, cache)
+        return jax.tree_util.tree_map_with_path(self._cache_spec, cache)
 
     def put_rows(self, x: Any) -> jax.Array:
         """Shards rows `[B, ...]` over the devices; all processes must pass the same rows."""

@@ -23,6 +23,7 @@ from manualpar.models.generation.cached_steps import CachedSteps, Proposed
 from manualpar.models.generation.drawing import Drawing, as_tokens, row_keys
 from manualpar.models.generation.penalties import make_penalties
 from manualpar.models.generation.text_pieces import TextPieces
+from manualpar.models.transformer_fields import check_lengths
 
 Prompt = str | Sequence[int]
 
@@ -169,7 +170,8 @@ class Generator:
         Raises:
           TypeError: A prompt is a string and there is no tokenizer, or a prompt is neither a string
             nor a list of tokens.
-          ValueError: A prompt is empty or has unknown tokens; or an argument is out of range.
+          ValueError: A prompt is empty or has unknown tokens; or an argument is out of range; or
+            the model cannot represent the positions of an answer, see `check_lengths`.
 
         Communication:
           For each batch, once for the prompts and once for each further token: the collectives of
@@ -198,6 +200,7 @@ class Generator:
                 "token numbers, or a Generator with a tokenizer."
             )
         encoded = [self.encode(prompt, index) for index, prompt in enumerate(prompts)]
+        check_lengths(self.steps.model, map(len, encoded), max_tokens)
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
         call = _Call(
             self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples, search

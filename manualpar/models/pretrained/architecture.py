@@ -8,32 +8,42 @@ Version 5 of transformers writes `rope_parameters` and `layer_types`. Older vers
 `rope_theta`, `rope_scaling` and other keys. Both kinds of files are supported.
 """
 
-import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from manualpar.errors import printable
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields, nest_fields
+from manualpar.models.pretrained.decoded_files import quantization_of
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
-from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
+from manualpar.models.pretrained.expert_keys import read_experts, read_latent
+from manualpar.models.pretrained.families import (
+    ALIASES,
+    FAMILIES,
+    INERT_KEYS,
+    UNSUPPORTED,
+    UNUSED_KEYS,
+    WRAPPERS,
+)
+from manualpar.models.pretrained.family import Family
+from manualpar.models.pretrained.keys import LARGEST, Keys
+from manualpar.models.pretrained.rotations import FULL, SLIDING, read_rotations
 from manualpar.system.storage import GivenPath, user_path
 from manualpar.system.storage.untrusted import read_object
 
-# The kinds of layers in `layer_types`: layers without a window, and layers with a window.
-FULL, SLIDING = "full_attention", "sliding_attention"
 # Names of activations: in `config.json` -> in `Transformer`.
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-# The default of `rope_theta` by family; 10,000 for all other families.
-ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6}
-ROPE_FACTORS = {
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_factor",
-    "high_freq_factor": "rope_high_factor",
-    "original_max_position_embeddings": "rope_original_length",
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu": "exact_gelu",
 }
-LARGEST = 2**31  # Every size in a config must be smaller, and `num_layers` at most `DEEPEST`.
-DEEPEST = 10_000
+# Whose old files say `gelu` and mean its approximation.
+GELU_IS_TANH = frozenset({"gemma"})
+# The text model of a multimodal model whose `text_config` does not name it.
+OF_WRAPPER = {"gemma3": "gemma3_text", "mistral3": "mistral", "aya_vision": "cohere2"}
+NULLABLE = ("q_lora_rank",)  # Keys for which `null` is no default, but stands for 0.
+DEEPEST = 10_000  # The most layers.
 
 
 class Architecture(NamedTuple):
@@ -41,11 +51,13 @@ class Architecture(NamedTuple):
 
     Attributes:
       family: The value of `model_type`.
+      wrapper: The `model_type` of the multimodal model around the text model; `""` for none.
       flat_fields: The fields of the `Transformer` by their flat names, as in configs.
     """
 
     family: str
     flat_fields: dict[str, Any]
+    wrapper: str = ""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -97,41 +109,61 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     Raises:
       ValueError: See `read_architecture`.
     """
-    keys = _Keys(config, where)
+    config, wrapper = text_config(config)
+    keys = Keys(config, where)
+    try:
+        quantization_of(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}.") from None
+    keys.left.pop("quantization_config", None)
     name = keys.get("model_type", "")
+    name = ALIASES.get(name, name) if isinstance(name, str) else name
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
-        raise keys.refuse("model_type", name, f"one of {', '.join(map(repr, FAMILIES))}")
+        known = f"one of {', '.join(map(repr, FAMILIES))}"
+        if isinstance(name, str) and name in UNSUPPORTED:
+            known += f"; these models have {UNSUPPORTED[name]}, which a Transformer lacks"
+        raise keys.refuse("model_type", name, known)
     for key, value in family.must_be.items():
         if (found := keys.take(key, value)) != value and (found or value):
             raise keys.refuse(key, found, f"{value!r}, the only value that a Transformer supports")
     fields: dict[str, Any] = dict(family.fixed)
     if name == "qwen3_moe" and "num_local_experts" in keys.left:
         keys.left["num_experts"] = keys.left.pop("num_local_experts")
+    if name == "deepseek_v2" and keys.get("topk_method", "greedy") == "greedy":
+        keys.left |= {"n_group": 1, "topk_group": 1}  # They may be null, and have no effect.
     for key, field in family.keys.items():
         fields[field] = _value(keys, key, field, family)
-    fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]
-    fields["head_size"] = fields["head_size"] or fields["hidden_size"] // fields["num_heads"]
+    if "latent_rank" in fields:
+        fields |= read_latent(keys, fields)
+    fields["num_kv_heads"] = fields.get("num_kv_heads") or fields["num_heads"]
+    fields["head_size"] = fields.get("head_size") or fields["hidden_size"] // fields["num_heads"]
     if not fields["head_size"]:
         heads = fields["num_heads"]
         raise keys.refuse(
             "hidden_size", fields["hidden_size"], f"at least 1 for each of {heads} heads"
         )
-    if "attention_scale" in fields:
+    if family.reciprocal:
+        field = family.keys[family.reciprocal]
+        fields[field] = 1 / fields[field]
+    if family.scale_key:
         fields["attention_scale"] = fields["attention_scale"] ** -0.5
-    activation = keys.take(family.activation_key, next(iter(ACTIVATIONS)))
+    activation = keys.take(family.activation_key, family.activation) or family.activation
     if family.activation_key != "hidden_act":
-        activation = activation or "gelu_pytorch_tanh"
         keys.left.pop("hidden_act", None)  # The family's own key replaces `hidden_act`.
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise keys.refuse(
             family.activation_key, activation, f"one of {', '.join(map(repr, ACTIVATIONS))}"
         )
+    if name in GELU_IS_TANH and activation == "gelu":
+        activation = "gelu_pytorch_tanh"  # As transformers does for the first files.
     fields["activation"] = ACTIVATIONS[activation]
     if "num_experts" in fields:
-        fields |= _experts(keys, name, fields)
+        fields |= read_experts(keys, name, fields)
     fields |= _windows(keys, family, fields["num_layers"])
-    fields |= _rotations(keys, name, has_windows=bool(fields.get("global_every")))
+    fields |= family.read(keys, fields) if family.read else {}
+    fields |= read_rotations(keys, name, fields)
+    _warn_of_inert(keys, family, wrapper)
     for key, value in keys.left.items():
         if key not in UNUSED_KEYS and value not in (None, False, 0, "", [], {}):
             raise keys.refuse(
@@ -140,14 +172,47 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
                 f"no such key in a model of {name!r}: a Transformer has no field for it. If the "
                 "key does not affect the model's results, delete it from the file",
             )
-    return Architecture(name, fields)
+    return Architecture(name, fields, wrapper)
 
 
-def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
+def text_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Returns the config of the text model in a multimodal model, and the `model_type` around it.
+
+    The config of a text model is returned as it is, with `""`.
+    """
+    wrapper, inner = config.get("model_type"), config.get("text_config")
+    if not isinstance(wrapper, str) or wrapper not in WRAPPERS or not isinstance(inner, Mapping):
+        return config, ""
+    inner = {"model_type": OF_WRAPPER.get(wrapper, "llama"), **inner}
+    for key in ("tie_word_embeddings", "torch_dtype", "dtype"):
+        if key in config:
+            inner.setdefault(key, config[key])
+    return inner, wrapper
+
+
+def _warn_of_inert(keys: Keys, family: Family, wrapper: str) -> None:
+    """Warns of the keys that are ignored, each with the reason, and removes them."""
+    reasons = {**INERT_KEYS, **family.ignored}
+    found = {
+        key: reasons[key]
+        for key, value in keys.left.items()
+        if key in reasons and value not in (None, False, 0, "", [], {})
+    }
+    lines = [f"{key} ({reason})" for key, reason in found.items()]
+    if wrapper:
+        lines.append(f"all of {wrapper!r} except its text model ({WRAPPERS[wrapper]})")
+    for key in found:
+        del keys.left[key]
+    if lines:
+        warnings.warn(f"{keys.where}: ignored {'; '.join(lines)}.", stacklevel=4)
+
+
+def _value(keys: Keys, key: str, field: str, family: Family) -> Any:
     """Reads the value of `key`, which sets the field `field` of the `Transformer`."""
     default = DEFAULTS[field]
     value = keys.take(key, *([family.defaults[key]] if key in family.defaults else []))
-    if value is None and family.defaults.get(key, 0) is None:
+    may_be_none = family.defaults.get(key, 0) is None or key in NULLABLE
+    if value is None and (may_be_none or field in ("attention_soft_cap", "logit_soft_cap")):
         return 0.0 if isinstance(default, float) else 0
     if isinstance(default, bool):
         return keys.check(key, value, bool, lambda x: True, "true or false")
@@ -158,37 +223,7 @@ def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
     return keys.check(key, value, int, lambda x: 0 < x <= most, f"an integer from 1 to {most:,}")
 
 
-def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the fields for dense layers and shared experts in a model with experts."""
-    if fields.get("normalize_gates") and fields["experts_per_token"] == 1:
-        raise keys.refuse(
-            "num_experts_per_tok", 1, "at least 2, because one normalized gate is always 1"
-        )
-    if family == "mixtral":
-        return {}
-    size = keys.take("intermediate_size", fields["mlp_size"])
-    num_layers, more = fields["num_layers"], dict[str, Any]()
-    if family == "dots1":
-        dense = keys.take("first_k_dense_replace", 0)
-        fits = "fewer than all layers"
-        keys.check("first_k_dense_replace", dense, int, lambda x: 0 <= x < num_layers, fits)
-        shared = keys.take("n_shared_experts", None)
-        shared = 0 if shared is None else shared
-        keys.check("n_shared_experts", shared, int, lambda x: 0 <= x < LARGEST, "0 or more")
-        more["shared_experts_size"] = shared * fields["mlp_size"]
-    else:
-        only = keys.take("mlp_only_layers", []) or []
-        dense = len(only) if isinstance(only, list) else -1
-        if only != list(range(dense)) or dense >= num_layers:
-            raise keys.refuse(
-                "mlp_only_layers", only, "the first layers, such as [0, 1], but not all, or []"
-            )
-    if dense:
-        keys.check("intermediate_size", size, int, lambda x: 0 < x < LARGEST, "1 or more")
-    return more | {"dense_layers": dense, "dense_mlp_size": size if dense else 0}
-
-
-def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
+def _windows(keys: Keys, family: Family, num_layers: int) -> dict[str, Any]:
     """Reads the fields for sliding-window attention: the window, and the layers that use it."""
     pattern = keys.take("sliding_window_pattern", keys.take("_sliding_window_pattern", None))
     types = keys.take("layer_types", None)
@@ -243,95 +278,6 @@ def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
             "others",
         )
     return {"attention_window": window, "global_every": every}
-
-
-def _rotations(keys: "_Keys", family: str, *, has_windows: bool) -> dict[str, Any]:
-    """Reads the fields for rotary position embeddings."""
-    both = keys.take("rope_parameters", None) or {}
-    scaling = keys.take("rope_scaling", None) or {}
-    base = keys.take("rope_theta", None) or ROPE_BASE.get(family, 10_000.0)
-    local_base = keys.take("rope_local_base_freq", None) or 10_000.0
-    partial = keys.take("partial_rotary_factor", 1.0)
-    for key, value in (("rope_parameters", both), ("rope_scaling", scaling)):
-        if not isinstance(value, dict):
-            raise keys.refuse(key, value, "an object")
-    if FULL in both or SLIDING in both:
-        local = _rotation(keys, both.get(SLIDING) or {}, local_base)
-        fields = _rotation(keys, both.get(FULL) or {}, base)
-        local_base = local["rope_base"]
-        if "rope_scaling" in local:
-            raise keys.refuse("rope_parameters", both, f"no scaling of {SLIDING!r}")
-    else:
-        fields = _rotation(keys, both or scaling, base)
-    if partial != 1:
-        raise keys.refuse("partial_rotary_factor", partial, "1: all features of a head are rotated")
-    if has_windows and family != "gemma3_text" and "rope_scaling" in fields:
-        raise keys.refuse("rope_scaling", scaling or both, "none with layers of two kinds")
-    if has_windows and family == "gemma3_text":
-        local_base = keys.check(
-            "rope_local_base_freq", local_base, float, lambda x: x > 1, "above 1"
-        )
-        fields["local_rope_base"] = local_base
-    return fields
-
-
-def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
-    """Reads the rotary fields from one object, which is `rope_parameters` or `rope_scaling`."""
-    if not isinstance(given, dict):
-        raise keys.refuse("rope_parameters", given, "an object")
-    given = dict(given)
-    base = given.pop("rope_theta", None) or base
-    kinds = [given.pop(key) for key in ("rope_type", "type") if key in given]
-    kind = kinds[0] if kinds else "default"
-    keys.check("rope_theta", base, float, lambda x: x > 1, "more than 1")
-    fields: dict[str, Any] = {"rope_base": float(base)}
-    if (partial := given.pop("partial_rotary_factor", 1.0)) != 1:
-        raise keys.refuse("partial_rotary_factor", partial, "1: all features of a head are rotated")
-    if kind not in ("default", "linear", "llama3"):
-        raise keys.refuse("rope_type", kind, "'default', 'linear' or 'llama3'")
-    if kind == "default":
-        return fields
-    fields["rope_scaling"] = kind
-    names = list(ROPE_FACTORS) if kind == "llama3" else ["factor"]
-    for name in names:
-        value = given.pop(name, None)
-        keys.check(f"rope_scaling.{name}", value, float, lambda x: x > 0, "more than 0")
-        fields[ROPE_FACTORS[name]] = int(value) if name.startswith("original") else float(value)
-    # With `linear` scaling this key has no effect; with `llama3` it has been read above.
-    given.pop("original_max_position_embeddings", None)
-    if given:
-        raise keys.refuse("rope_scaling", given, f"no other keys for the type {kind!r}")
-    return fields
-
-
-class _Keys:
-    """The keys of a `config.json` that have not been read yet."""
-
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.left, self.where, self._all = dict(config), where, config
-
-    def get(self, key: str, default: Any) -> Any:
-        return self.left.get(key, default)
-
-    def take(self, key: str, *default: Any) -> Any:
-        if key not in self.left and not default:
-            raise ValueError(f"{self.where} has no {key}, expected a number.")
-        return self.left.pop(key, *default)
-
-    def refuse(self, key: str, got: Any, expected: str) -> ValueError:
-        shown = repr(got)
-        shown = shown if len(shown) < 200 else f"{shown[:200]}..."
-        return ValueError(f"{self.where}: {printable(key)} is {shown}, expected {expected}.")
-
-    def check(
-        self, key: str, value: Any, kind: type, allows: Callable[[Any], bool], expected: str
-    ) -> Any:
-        kinds = (int, float) if kind is float else kind
-        is_of_kind = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
-        # Refuses infinity, NaN, and integers that are too large for a float.
-        if not is_of_kind or not abs(value) <= sys.float_info.max or not allows(value):
-            raise self.refuse(key, value, expected)
-        return kind(value)
 
 
 # Flat name of a field of `Transformer` -> its default.

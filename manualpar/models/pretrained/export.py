@@ -28,14 +28,21 @@ from manualpar.core.state.train_state import TrainState
 from manualpar.errors import require
 from manualpar.models.finetuning.adapted_parameter import is_adapter
 from manualpar.models.finetuning.merging import given_variables
-from manualpar.models.pretrained.architecture import read_architecture, read_config
+from manualpar.models.pretrained.architecture import (
+    read_architecture,
+    read_config,
+    text_config,
+)
+from manualpar.models.pretrained.decoded_files import open_tensor_files, quantization_of
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
+from manualpar.models.pretrained.expert_keys import MORE_LAYERS
+from manualpar.models.pretrained.families import ALIASES, FAMILIES
 from manualpar.models.pretrained.model_config import architecture_of, write_config
 from manualpar.models.pretrained.sources import check_same_model, transformer_of
 from manualpar.models.pretrained.target import ExportTarget, open_target
 from manualpar.models.pretrained.tensor_bytes import DTYPES
-from manualpar.models.pretrained.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
-from manualpar.models.pretrained.tensor_names import pieces_of_transformer
+from manualpar.models.pretrained.tensor_files import INDEX_FILE, ONE_FILE, has_tensors
+from manualpar.models.pretrained.tensor_names import pieces_of_transformer, spelling
 from manualpar.models.pretrained.tensor_writer import Files, Tensor, create_files, write_tensors
 from manualpar.system.cluster.agreement import failing_together, from_first, gather
 from manualpar.system.storage import AnyPath, GivenPath, local_path, new_number, user_path, writing
@@ -83,7 +90,8 @@ def export_hf(
       like: The directory from which the parameters were loaded. Its config, the files of its
         tokenizer, and `generation_config.json` are copied. Every tensor gets the dtype of the
         tensor with the same name in `like`, so that parameters that were loaded and not trained are
-        written bit for bit. If `like` has no tensors, its config decides the dtype.
+        written bit for bit. If `like` has no tensors, its config decides the dtype. If `like` is
+        quantized, tensors that were decoded are written in bfloat16.
       family: The model family of the config, such as `"llama"`, if there is no `like`. By default
         the first family that can describe the model.
       dtype: The dtype of all tensors, such as `"bfloat16"`. The default is the dtype of `like`, or
@@ -151,9 +159,14 @@ def _plan(
     if source is not None:
         architecture = read_architecture(source)
         check_same_model(model, source, architecture)
-        config = read_config(source)
+        config = dict(text_config(read_config(source))[0])
+        quantization = quantization_of(config)
+        config.pop("quantization_config", None)  # Decoded tensors are written.
+        config |= dict.fromkeys(config.keys() & {*MORE_LAYERS}, 0)  # They were left out.
+        if architecture.wrapper:
+            config["architectures"] = [FAMILIES[architecture.family].class_name]
         if has_tensors(source):
-            dtypes = TensorFiles(source).dtypes
+            dtypes = open_tensor_files(source, quantization).dtypes
         else:  # `like` has only a config and a tokenizer, such as the output of an import.
             dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "")
     else:
@@ -169,7 +182,9 @@ def _plan(
         for path, leaf in zip(paths, leaves, strict=True)
         if not is_adapter(path)  # Adapters are merged into their kernels.
     }
-    pieces = pieces_of_transformer(config["model_type"], shapes)
+    name = config["model_type"]
+    pieces = pieces_of_transformer(ALIASES.get(name, name), shapes)
+    spell = spelling(name, pieces["embedding"][0].tensor, dtypes)
     tensors = []
     for path, leaf in zip(paths, leaves, strict=True):
         for piece in pieces.get(path, ()):
@@ -177,7 +192,7 @@ def _plan(
                 model.vocab_size if name == "V" else size
                 for name, size in zip(piece.dims, leaf.shape[len(piece.entry) :], strict=True)
             )
-            name = dtype or dtypes.get(piece.tensor) or leaf.dtype.name
+            name = dtype or dtypes.get(spell(piece.tensor)) or leaf.dtype.name
             shape, numbers = piece.tensor_shape(sizes), np.dtype(jax.numpy.dtype(name))
             tensors.append(Tensor(piece.tensor, shape, sizes, numbers, leaf.name, piece))
     sizes_of: dict[str, int] = {}
@@ -200,7 +215,9 @@ def _divide(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]
     groups: list[list[Tensor]] = []
     size = 0
     for tensor in tensors:
-        if not groups or size + tensor.nbytes > max_bytes:
+        # Several variables may be parts of one tensor.
+        is_new = not groups or groups[-1][-1].name != tensor.name
+        if is_new and (not groups or size + tensor.nbytes > max_bytes):
             groups.append([])
             size = 0
         groups[-1].append(tensor)
@@ -251,7 +268,8 @@ def _gathered(x: jax.Array, tensor: Tensor) -> tuple[Tensor, jax.Array]:
     with no_mesh():
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
         whole = jax.jit(take, out_shardings=replicated)(x, tensor.piece.entry)
-    alone = tensor._replace(leaf=tensor.name, piece=tensor.piece._replace(entry=()))
+    leaf = f"{tensor.name} of {tensor.leaf}"
+    alone = tensor._replace(leaf=leaf, piece=tensor.piece._replace(entry=()))
     return alone, whole.addressable_data(0)
 
 

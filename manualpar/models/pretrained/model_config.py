@@ -13,13 +13,18 @@ from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields
 from manualpar.models.pretrained.architecture import (
     ACTIVATIONS,
-    FULL,
-    ROPE_FACTORS,
-    SLIDING,
     Architecture,
     parse_architecture,
 )
+from manualpar.models.pretrained.expert_keys import write_experts
 from manualpar.models.pretrained.families import FAMILIES
+from manualpar.models.pretrained.rotations import (
+    FULL,
+    ROPE_FIELDS,
+    SLIDING,
+    TWO_ROTATIONS,
+    write_rotations,
+)
 from manualpar.models.transformer_fields import size_of_head
 
 # The flat names of the fields that a config describes. The other fields only choose how the same
@@ -31,10 +36,15 @@ SAID = frozenset(
             for family in FAMILIES.values()
             for field in (*family.keys.values(), *family.fixed)
         ),
-        *ROPE_FACTORS.values(),
+        *ROPE_FIELDS,
         *("rope_base", "rope_scaling", "local_rope_base", "attention_window", "global_every"),
+        *("rotary_features", "rotary_interleaved", "rope_scales_local"),
         *("attention_scale", "activation", "dense_layers", "dense_mlp_size", "shared_experts_size"),
-        *("num_kv_heads", "head_size"),
+        "experts_every",
+        *("num_kv_heads", "head_size", "learned_positions", "unrotated_global"),
+        *("norm_kind", "norm_bias", "pre_norms", "shared_norm", "gated_mlp", "mlp_bias"),
+        *("parallel_mlp", "attention_out_bias", "wide_query_key_norm"),
+        *("embedding_scale", "residual_scale", "logit_scale"),
     }
 ) - {"capacity_factor"}
 
@@ -45,11 +55,15 @@ def architecture_of(model: Transformer) -> dict[str, Any]:
     Each 0 that means a default is replaced by the default.
     """
     attention, rotary = model.attention, model.rotary
+    scaling = rotary.scaling
+    has_amplitude = scaling.kind in ("yarn", "longrope")
     fields = {name: value for name, value in flatten_fields(model).items() if name in SAID}
     return fields | {
         "num_kv_heads": model.num_kv_heads or model.num_heads,
         "head_size": size_of_head(model),
         "attention_scale": attention.scale or size_of_head(model) ** -0.5,
+        "rope_attention_factor": scaling.amplitude if has_amplitude else 0.0,
+        "rotary_features": rotary.features % size_of_head(model),
         "local_rope_base": (attention.global_every and (rotary.local_base or rotary.base)) or 0.0,
     }
 
@@ -91,18 +105,24 @@ def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Writes fields as the config of a family; leaves out fields without a key in the family."""
     family = FAMILIES[name]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": name}
+    # Without this key some classes of transformers assume a token of their published models.
+    config["pad_token_id"] = None
     config |= {key: fields[field] for key, field in family.keys.items()}
+    if family.reciprocal:
+        config[family.reciprocal] = _plain(1 / fields[family.keys[family.reciprocal]])
     config |= family.must_be
-    if "query_pre_attn_scalar" in config:
-        scalar = fields["attention_scale"] ** -2.0
-        config["query_pre_attn_scalar"] = (
-            round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar
-        )
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+    if family.scale_key:
+        config[family.scale_key] = _plain(fields["attention_scale"] ** -2.0)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in config:
             config[key] = config[key] or None
-    config["intermediate_size"] = fields.get("dense_mlp_size") or fields["mlp_size"]
-    names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-    config[family.activation_key] = names[fields["activation"]]
+    if name != "gpt2":
+        config["intermediate_size"] = fields.get("dense_mlp_size") or fields["mlp_size"]
+    names = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs != "gelu_new"}
+    if ACTIVATIONS[family.activation] == fields["activation"]:
+        config[family.activation_key] = family.activation
+    else:
+        config[family.activation_key] = names[fields["activation"]]
     layers, window = fields["num_layers"], fields["attention_window"]
     every = fields["global_every"]
     if family.windows != "none":
@@ -112,19 +132,16 @@ def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if family.windows in ("last if asked", "by turns", "listed"):
         is_full = [not window or (every and (i + 1) % every == 0) for i in range(layers)]
         config["layer_types"] = [FULL if full else SLIDING for full in is_full]
-    if name == "gemma3_text" and every:
+    if name in TWO_ROTATIONS and every:
         config["sliding_window_pattern"] = every
         config["rope_local_base_freq"] = fields["local_rope_base"]
-    config["rope_theta"] = fields["rope_base"]
-    if kind := fields["rope_scaling"]:
-        named = ROPE_FACTORS if kind == "llama3" else {"factor": "rope_factor"}
-        config["rope_scaling"] = {"rope_type": kind}
-        config["rope_scaling"] |= {key: fields[field] for key, field in named.items()}
-    if dense := fields.get("dense_layers"):
-        if name == "dots1":
-            config["first_k_dense_replace"] = dense
-        else:
-            config["mlp_only_layers"] = list(range(dense))
-    if name == "dots1":
-        config["n_shared_experts"] = fields.get("shared_experts_size", 0) // fields["mlp_size"]
-    return config
+    config |= write_rotations(fields)
+    write_experts(name, fields, config)
+    return config | (family.write(fields) if family.write else {})
+
+
+def _plain(x: float) -> int | float:
+    """Returns the number that was written: without the rounding of a reciprocal or a root."""
+    near = round(x, 6)
+    near = near if abs(x - near) < 1e-9 * abs(x) + 1e-9 else x
+    return int(near) if near == int(near) else near

@@ -224,28 +224,33 @@ class Slice(NamedTuple):
       bounds: The box, with the dims of the parameter.
       split: The sizes of the box's dims, in the order in which the tensor stores these dims. A
         merged dim of the tensor counts as several dims.
-      order: The position of each of the parameter's dims in `split`.
+      order: The position of each of the parameter's dims in `split`, and of dims that only the
+        tensor has.
+      others: The number of dims that only the tensor has, with one entry each.
     """
 
     where: tuple[slice, ...]
     bounds: Bounds
     split: tuple[int, ...]
     order: tuple[int, ...]
+    others: int = 0
 
     def turned(self, value: np.ndarray) -> np.ndarray:
         """Returns a view of `value`, the content of the slice, with the dims of the parameter."""
-        return value.reshape(self.split).transpose(self.order)
+        turned = value.reshape(self.split).transpose(self.order)
+        index: Any = (..., *[0] * self.others)
+        return turned[index] if self.others else turned
 
 
-# (begin, end, ranges): a range of a tensor's dim; `ranges` has the range of each dim merged in it.
-_Read = tuple[int, int, dict[str, tuple[int, int]]]
+# (begin, end, step, ranges): entries of a tensor's dim; `ranges` has the range of each merged dim.
+_Read = tuple[int, int, int, dict[str, tuple[int, int]]]
 
 
 def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
     """Computes the slices of a tensor that together contain a box of a parameter."""
     if is_empty(box):
         return
-    outermost = next(itertools.chain(*piece.merged), None)
+    outermost = next((name for name in itertools.chain(*piece.merged) if name in piece.dims), None)
     if outermost is not None and _volume(box) > BAND:
         dim = piece.dims.index(outermost)
         start, stop = box[dim]
@@ -257,26 +262,48 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
             return
     size_of = dict(zip(piece.dims, sizes, strict=True))
     box_of = dict(zip(piece.dims, box, strict=True))
-    for reads in itertools.product(*(_ranges(names, size_of, box_of) for names in piece.merged)):
-        spans = {name: span for _, _, inner in reads for name, span in inner.items()}
+    first: dict[str, int] = dict.fromkeys(piece.dims, 0)
+    dims, alone = piece.dims, ""
+    if piece.within:
+        shared, begin, size_of[shared] = piece.within
+        low, high = box_of.get(shared, (0, 1))
+        box_of[shared] = low + begin, high + begin
+        if shared in first:
+            first[shared] = begin
+        else:
+            dims, alone = (*dims, shared), shared
+    of_dims = (_ranges(names, size_of, box_of, alone) for names in piece.merged)
+    for reads in itertools.product(*of_dims):
+        spans = {name: span for *_, inner in reads for name, span in inner.items()}
         yield Slice(
-            tuple(slice(start, stop) for start, stop, _ in reads),
-            tuple(spans[name] for name in piece.dims),
+            tuple(slice(start, stop, step) for start, stop, step, _ in reads),
+            tuple((spans[x][0] - begin, spans[x][1] - begin) for x, begin in first.items()),
             tuple(stop - start for start, stop in spans.values()),
-            tuple(list(spans).index(name) for name in piece.dims),
+            tuple(list(spans).index(name) for name in dims),
+            len(dims) - len(piece.dims),
         )
 
 
 def _ranges(
-    names: Sequence[str], size_of: Mapping[str, int], bounds_of: Mapping[str, tuple[int, int]]
+    names: Sequence[str],
+    size_of: Mapping[str, int],
+    bounds_of: Mapping[str, tuple[int, int]],
+    alone: str = "",
 ) -> list[_Read]:
-    """Computes the contiguous ranges of a merged dim that contain the bounds of the dims in it.
+    """Computes the ranges of a merged dim that contain the bounds of the dims in it.
 
     There is one range if the bounds cover all inner dims; otherwise at least one for each entry of
-    the outermost dim.
+    the outermost dim. If `alone`, the dim that only the tensor has, is the innermost, the ranges
+    have steps. Other dims have none: the entries between may belong to other processes.
     """
     if not names:
-        return [(0, 1, {})]
+        return [(0, 1, 1, {})]
+    if len(names) > 1 and names[-1] == alone:
+        step, (entry, _) = size_of[alone], bounds_of[alone]
+        return [
+            (start * step + entry, stop * step, step, {**spans, alone: bounds_of[alone]})
+            for start, stop, _, spans in _ranges(names[:-1], size_of, bounds_of)
+        ]
     outer, *inner = names
     start, stop = bounds_of[outer]
     size = 1
@@ -284,9 +311,9 @@ def _ranges(
         size *= size_of[name]
     if all(bounds_of[name] == (0, size_of[name]) for name in inner):
         whole = {name: bounds_of[name] for name in inner}
-        return [(start * size, stop * size, {outer: (start, stop), **whole})]
+        return [(start * size, stop * size, 1, {outer: (start, stop), **whole})]
     return [
-        (at * size + low, at * size + high, {outer: (at, at + 1), **spans})
+        (at * size + low, at * size + high, 1, {outer: (at, at + 1), **spans})
         for at in range(start, stop)
-        for low, high, spans in _ranges(inner, size_of, bounds_of)
+        for low, high, _, spans in _ranges(inner, size_of, bounds_of)
     ]

@@ -16,7 +16,10 @@ from manualpar.core.program.load_state import Missing, plain_leaves, variable_le
 from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf, list_some, show_array
 from manualpar.models import Transformer
-from manualpar.models.pretrained.architecture import Architecture, read_architecture
+from manualpar.models.pretrained.architecture import Architecture, read_architecture, read_config
+from manualpar.models.pretrained.decoded_files import open_tensor_files, quantization_of
+from manualpar.models.pretrained.directory import CONFIG_FILE
+from manualpar.models.pretrained.expert_keys import predicts_more
 from manualpar.models.pretrained.model_config import architecture_of, complete_fields
 from manualpar.models.pretrained.tensor_bytes import DTYPES
 from manualpar.models.pretrained.tensor_files import TensorFiles
@@ -26,6 +29,7 @@ from manualpar.models.pretrained.tensor_names import (
     TensorPiece,
     pieces_of,
     pieces_of_transformer,
+    spelling,
 )
 
 
@@ -80,11 +84,25 @@ def find_sources(
             f"load_hf: names lacks {' and '.join(list_some(without))}, expected every "
             "parameter of the model, or missing='init'."
         )
-    files = TensorFiles(directory)
+    has_config = names is None or (directory / CONFIG_FILE).is_file()
+    config = read_config(directory) if has_config else {}
+    files, is_wrapped = open_tensor_files(directory, quantization_of(config)), False
+    if names is None and "embedding" in pieces:
+        is_wrapped = bool(architecture.wrapper)
+        spell = spelling(architecture.family, pieces["embedding"][0].tensor, files.shapes)
+        pieces = {
+            path: [piece._replace(tensor=spell(piece.tensor)) for piece in found]
+            for path, found in pieces.items()
+        }
     sources = Sources(
         files, {leaves[path].name: found for path, found in pieces.items()}, vocab_size
     )
-    _check_tensors(sources, leaves, pieces, directory, is_tied="head" not in shapes)
+    _check_tensors(
+        *(sources, leaves, pieces, directory),
+        is_tied="head" not in shapes,
+        is_wrapped=is_wrapped,
+        config=config,
+    )
     return sources
 
 
@@ -139,10 +157,13 @@ def _check_tensors(
     directory: Path,
     *,
     is_tied: bool,
+    is_wrapped: bool,
+    config: Mapping[str, Any],
 ) -> None:
     """Raises a `ValueError` if tensors are missing, not needed, or of another shape or dtype.
 
-    Warns if tensors are cast to a dtype that cannot represent all of their values.
+    Warns if tensors are cast to a dtype that cannot represent all of their values, or if layers are
+    left out that predict more than the next token.
     """
     files, lines, narrowed = sources.files, [], []
     known = set()
@@ -166,10 +187,17 @@ def _check_tensors(
                 )
             elif np.promote_types(_dtype(dtype), leaf.dtype) != leaf.dtype:
                 narrowed.append(f"{piece.tensor} from {dtype} to {leaf.dtype}")
-    for name in sorted(files.shapes.keys() - known):
+    predicting = [name for name in files.shapes.keys() - known if predicts_more(name, config)]
+    if predicting and not lines:
+        warnings.warn(
+            f"load_hf: left out layers that predict more than the next token "
+            f"({'; '.join(list_some(sorted(predicting)))}), as transformers does.",
+            stacklevel=5,
+        )
+    for name in sorted(files.shapes.keys() - known - {*predicting}):
         # If the head is tied to the embedding, transformers ignores this tensor too.
-        is_copy = is_tied and name == "lm_head.weight"
-        if not is_copy and not COMPUTED.search(name):
+        is_copy = is_tied and name.endswith(("lm_head.weight", "embed_out.weight"))
+        if not is_copy and not is_wrapped and not COMPUTED.search(name):
             shown = show_array(_Named(files.dtypes[name]), files.shapes[name])
             lines.append(f"{name} is {shown}, expected no such tensor")
     if lines:

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -17,6 +18,10 @@ import numpy as np
 
 # The supported dtypes, which are stored as plain numbers. Others are packed or need a scale.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# The dtypes of codes, which only `decoded_files` reads: name in files -> name in JAX.
+CODE_DTYPES = {"U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
+# Held while entries between the entries of a slice are read and written back.
+_WRITE_BETWEEN = threading.Lock()
 CODES = {name: code for code, name in DTYPES.items()}
 
 
@@ -87,7 +92,7 @@ def create_tensor_file(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[i
 def read_slice(
     file: int, place: BytesInFile, index: Sequence[slice], dtype: np.dtype | type
 ) -> np.ndarray:
-    """Reads a part of a tensor; `index` has one slice for each dim.
+    """Reads a part of a tensor; `index` has one slice for each dim, which may have a step.
 
     Raises:
       OSError: The file cannot be read, or ends before the end of the slice.
@@ -100,15 +105,30 @@ def read_slice(
             if not count:
                 raise OSError("it ends before its tensors do")
             part, at = part[count:], at + count
-    return value
+    return value[_steps(index)]
 
 
 def write_slice(file: int, place: BytesInFile, index: Sequence[slice], value: np.ndarray) -> None:
-    """Writes a contiguous array to a part of a tensor; `index` has one slice for each dim."""
+    """Writes a contiguous array to a part of a tensor; `index` has one slice for each dim.
+
+    A slice may have a step. Then the entries between its entries are read and written back, one
+    thread at a time. No other process may write them.
+    """
+    if any(part.step not in (None, 1) for part in index):
+        with _WRITE_BETWEEN:
+            whole = tuple(slice(part.start, part.stop) for part in index)
+            entries = read_slice(file, place, whole, value.dtype)
+            entries[_steps(index)] = value
+            write_slice(file, place, whole, entries)
+        return
     for at, part in _runs(place, bounds_of(index, place.shape), value):
         while part:
             count = os.pwrite(file, part, at)
             part, at = part[count:], at + count
+
+
+def _steps(index: Sequence[slice]) -> tuple[slice, ...]:
+    return tuple(slice(None, None, part.step) for part in index)
 
 
 def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -21,7 +21,12 @@ import numpy as np
 
 from manualpar.core.state.state_arrays import list_some
 from manualpar.errors import printable, require
-from manualpar.models.pretrained.tensor_bytes import BytesInFile, read_header, read_slice
+from manualpar.models.pretrained.tensor_bytes import (
+    CODE_DTYPES,
+    BytesInFile,
+    read_header,
+    read_slice,
+)
 from manualpar.system.storage.untrusted import MAX_HEADER_BYTES, open_tensors, read_object
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -91,8 +96,9 @@ class TensorFiles:
           ValueError: The file cannot be read.
         """
         file, place = self._places[tensor]
+        dtype = CODE_DTYPES.get(place.dtype, place.dtype)
         try:
-            return read_slice(file.fileno(), place, index, jnp.dtype(place.dtype))
+            return read_slice(file.fileno(), place, index, jnp.dtype(dtype))
         except OSError as error:
             raise ValueError(
                 f"{self._directory / self.files[tensor]} cannot be read ({error}): it changed "

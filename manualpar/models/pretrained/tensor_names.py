@@ -1,35 +1,26 @@
 """Tables of the tensors in a model's files from which each parameter is made.
 
 A `Rule` gives a parameter's tensor, and how the dims of both correspond, in the notation of einops:
-`D N H -> (N H) D`. A parameter may consist of several tensors, stacked along its leading dims: the
-layers of a scan, and experts. So each parameter has a list of `TensorPiece`s, each with a tensor
-and its place in the parameter. This module opens no file and needs no device.
+`D N H -> (N H) D`. A tensor may contain several parameters, see `Rule.part`. A parameter may
+consist of several tensors, stacked along its leading dims: the layers of a scan, and experts. So
+each parameter has a list of `TensorPiece`s, each with a tensor and its place in the parameter. This
+module opens no file and needs no device.
 
 Symbols: `V` tokens of the vocabulary, `D` hidden features, `N` query heads, `K` key and value
 heads, `H` features of a head, `F` features inside an MLP, `E` experts.
 """
 
 import itertools
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
+
+from manualpar.models.pretrained.dense_rules import BIASES, DENSE_RULES, PREFIXES
+from manualpar.models.pretrained.tensor_rule import Rule
 
 # For each dim of a tensor, the dims of the parameter that are merged in it, the outermost first.
 MergedDims = tuple[tuple[str, ...], ...]
-
-
-class Rule(NamedTuple):
-    """The tensor of a parameter in the files.
-
-    Attributes:
-      tensor: The name of the tensor. `{E}` in the name stands for an index along dim `E`: the
-        parameter then stacks one tensor for each index.
-      dims: The dims of the parameter, an arrow, and the dims of the tensor, such as
-        `D N H -> (N H) D`, without stacked dims; `""` if both are the same.
-    """
-
-    tensor: str
-    dims: str = ""
 
 
 class TensorPiece(NamedTuple):
@@ -40,23 +31,22 @@ class TensorPiece(NamedTuple):
       entry: The tensor's index along the leading dims of the parameter.
       dims: The names of the parameter's other dims.
       merged: For each dim of the tensor, the dims among `dims` that are merged in it.
+      within: If the tensor contains several parameters: the dim, the first of the parameter's
+        entries along it, and the number of all entries, see `Rule.part`.
     """
 
     tensor: str
     entry: tuple[int, ...]
     dims: tuple[str, ...]
     merged: MergedDims
+    within: tuple[str, int, int] | tuple[()] = ()
 
     def tensor_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the tensor for given sizes of the dims in `dims`."""
         size_of = dict(zip(self.dims, sizes, strict=True))
-        shape = []
-        for names in self.merged:
-            size = 1
-            for name in names:
-                size *= size_of[name]
-            shape.append(size)
-        return tuple(shape)
+        if self.within:
+            size_of[self.within[0]] = self.within[2]
+        return tuple(math.prod(size_of[name] for name in names) for names in self.merged)
 
 
 # The rules of parameters outside of layers. `LAYER` has the rules of parameters in a layer, whose
@@ -107,15 +97,44 @@ QWEN2_MOE: Mapping[str, Rule] = {
     "experts/shared_down": Rule("mlp.shared_expert.down_proj.weight", "F D -> D F"),
     "experts/shared_router": Rule("mlp.shared_expert_gate.weight", "D E -> E D"),
 }
+GPT_OSS: Mapping[str, Rule] = {
+    "attention/out/bias": Rule("self_attn.o_proj.bias"),
+    "attention/sinks": Rule("self_attn.sinks"),
+    "experts/router": Rule("mlp.router.weight", "D E -> E D"),
+    "experts/logit_bias": Rule("mlp.router.bias"),
+    "experts/gate": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F c)", ("c", "0", "2")),
+    "experts/up": Rule("mlp.experts.gate_up_proj", "E D F -> E D (F c)", ("c", "1", "2")),
+    "experts/down": Rule("mlp.experts.down_proj", "E F D -> E F D"),
+    "experts/gate_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F c)", ("c", "0", "2")),
+    "experts/up_bias": Rule("mlp.experts.gate_up_proj_bias", "E F -> E (F c)", ("c", "1", "2")),
+    "experts/down_bias": Rule("mlp.experts.down_proj_bias", "E D -> E D"),
+}
+# Multi-head latent attention. With a latent of queries, `WITH_QUERY_LATENT` is added.
+DEEPSEEK: Mapping[str, Rule] = {
+    "attention/latent/kernel": Rule("self_attn.kv_a_proj_with_mqa.weight", "D R -> R D"),
+    "attention/latent_norm/scale": Rule("self_attn.kv_a_layernorm.weight"),
+    "attention/expand/kernel": Rule("self_attn.kv_b_proj.weight", "R N H -> (N H) R"),
+    "attention/query_latent/kernel": Rule("self_attn.q_a_proj.weight", "D Q -> Q D"),
+    "attention/query_latent_norm/scale": Rule("self_attn.q_a_layernorm.weight"),
+}
+WITH_QUERY_LATENT: Mapping[str, Rule] = {
+    "attention/query/kernel": Rule("self_attn.q_b_proj.weight", "Q N H -> (N H) Q"),
+}
 # The rules that differ from `LAYER` in some families, by the `model_type` of the family.
 OWN: Mapping[str, Mapping[str, Rule]] = {
+    **DENSE_RULES,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
+    "gpt_oss": GPT_OSS,
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
 # Tensors in old files that are ignored, because their values follow from the config.
-COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+COMPUTED = re.compile(
+    r"(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$"
+)
 _LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)/")
 _STACKED = re.compile(r"\{\w+\}")
 
@@ -143,7 +162,11 @@ def pieces_of_transformer(
     unused = (number for number in itertools.count() if number not in own)
     lengths = {shapes[path][0] for path, found in modules.items() if not found["own"]}
     in_scan = list(itertools.islice(unused, max(lengths, default=0) * len(scanned)))
-    rules = {**TOP, **LAYER, **OWN.get(family, {})}
+    rules = {**TOP, **LAYER, **BIASES, **OWN.get(family, {})}
+    if any(path.endswith("attention/query_latent/kernel") for path in shapes):
+        rules |= WITH_QUERY_LATENT
+    prefix = PREFIXES.get(family, "model.layers")
+    sizes = _sizes(shapes)
     pieces = {}
     for path, shape in shapes.items():
         found = modules.get(path)
@@ -157,24 +180,39 @@ def pieces_of_transformer(
                 "Transformer with the fields of that family, or names= that name all parameters."
             )
         if found is None:
-            pieces[path] = pieces_of(rule, shape)
+            pieces[path] = pieces_of(rule, shape, sizes)
         elif found["own"]:
-            own_rule = rule._replace(tensor=f"model.layers.{found['own']}.{rule.tensor}")
-            pieces[path] = pieces_of(own_rule, shape)
+            own_rule = rule._replace(tensor=f"{prefix}.{found['own']}.{rule.tensor}")
+            pieces[path] = pieces_of(own_rule, shape, sizes)
         else:
             numbers = in_scan[int(found["of_group"] or 0) :: len(scanned)]
             pieces[path] = [
                 piece._replace(entry=(entry, *piece.entry))
                 for entry, number in enumerate(numbers)
                 for piece in pieces_of(
-                    rule._replace(tensor=f"model.layers.{number}.{rule.tensor}"), shape[1:]
+                    rule._replace(tensor=f"{prefix}.{number}.{rule.tensor}"), shape[1:], sizes
                 )
             ]
     return pieces
 
 
-def pieces_of(rule: Rule, shape: Sequence[int]) -> list[TensorPiece]:
+def _sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the sizes of the dims that parts of tensors need, see `Rule.part`."""
+    sizes = {}
+    for path, shape in shapes.items():
+        if path.endswith("attention/query/kernel"):
+            sizes["N"] = shape[-2]
+        elif path.endswith("attention/key/kernel"):
+            sizes["K"] = shape[-2]
+    return sizes
+
+
+def pieces_of(
+    rule: Rule, shape: Sequence[int], sizes: Mapping[str, int] | None = None
+) -> list[TensorPiece]:
     """Returns the tensors that a rule assigns to a parameter of this shape.
+
+    `sizes` has the sizes of dims of other parameters, for rules with a part.
 
     Raises:
       ValueError: The rule's dims are malformed, or differ from the parameter's dims.
@@ -185,16 +223,49 @@ def pieces_of(rule: Rule, shape: Sequence[int]) -> list[TensorPiece]:
     dims = tuple(left.split()) if arrow else names
     words = re.findall(r"\(([^()]*)\)|(\S+)", right) if arrow else [("", name) for name in names]
     merged = tuple(tuple((inside or single).split()) for inside, single in words)
-    if len(dims) != len(names) or sorted(dims) != sorted(itertools.chain(*merged)):
+    within: tuple[str, int, int] | tuple[()] = ()
+    inside = {*itertools.chain(*merged)}
+    if rule.part:
+        dim, before, total = rule.part
+        known = {**(sizes or {}), **dict(zip(dims, shape[stacked:], strict=False))}
+        first, number = (
+            sum(int(one) if one.isdigit() else known[one] for one in terms)
+            for terms in (before, total)
+        )
+        within = dim, first, number
+        inside -= {dim} - set(dims)
+    if len(dims) != len(names) or sorted(dims) != sorted(inside):
         raise ValueError(
             f"the rule {rule.tensor!r} has the dims {rule.dims!r}, expected {len(names)} names, an "
             "arrow and the same names, such as 'D N H -> (N H) D'."
         )
     ranges = [range(size) for size in shape[:stacked]]
     return [
-        TensorPiece(_fill(rule.tensor, entry), entry, dims, merged)
+        TensorPiece(_fill(rule.tensor, entry), entry, dims, merged, within)
         for entry in itertools.product(*ranges)
     ]
+
+
+def spelling(family: str, embedding: str, stored: Collection[str]) -> Callable[[str], str]:
+    """Returns the function from the name of a tensor to its name in some files.
+
+    Files of multimodal models have prefixes before the names of the text model, and some old files
+    lack the prefix of the class with the head.
+
+    Args:
+      family: The `model_type` of the text model.
+      embedding: The name of the embedding's tensor.
+      stored: The names of the tensors in the files.
+    """
+    base = PREFIXES.get(family, "model.layers").partition(".")[0] + "."
+
+    def in_wrapper(name: str) -> str:
+        return f"model.language_model.{name.removeprefix(base)}" if name.startswith(base) else name
+
+    for spell in (str, in_wrapper, "language_model.{}".format, lambda x: x.removeprefix(base)):
+        if spell(embedding) in stored:
+            return spell
+    return str
 
 
 def _fill(tensor: str, numbers: Sequence[int]) -> str:

@@ -43,7 +43,7 @@ ON_HOST = "cpu"
 
 
 class Tensor(NamedTuple):
-    """A tensor to write.
+    """A tensor to write, or the part of a tensor that a variable contains.
 
     Attributes:
       name: The tensor's name.
@@ -64,8 +64,8 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The tensor's bytes in a file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        """The bytes of the variable's part of the tensor in a file."""
+        return int(np.prod(self.sizes, dtype=np.int64)) * self.dtype.itemsize
 
 
 # Maps the name of each file to its tensors.
@@ -110,7 +110,7 @@ def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None
     for box, inside in join_bounds(shards, BOX_BYTES // tensor.dtype.itemsize):
         parts = {bounds: _to_host(*shards[bounds]) for bounds in inside}
         for part in slices_of(tensor.piece, tensor.sizes, box):
-            value = np.empty([of.stop - of.start for of in part.where], tensor.dtype)
+            value = np.empty([len(range(of.stop)[of]) for of in part.where], tensor.dtype)
             for bounds, shard in parts.items():
                 both = common(bounds, part.bounds)
                 if not is_empty(both):

@@ -191,16 +191,27 @@ class DeviceSizes:
 
 def check_closed_form(model: Transformer) -> None:
     """Raises a `ValueError` for a model whose layers these closed forms do not describe."""
-    expected: dict[str, float] = {"shared_experts_size": 0, "dense_layers": 0}
+    expected: dict[str, float] = {
+        "shared_experts_size": 0,
+        "dense_layers": 0,
+        "experts_every": 1,
+        "expert_biases": False,
+        "latent_rank": 0,
+    }
     if model.experts.num_experts and not model.experts.capacity_factor:
         expected |= {"capacity_factor": 1.25}
+    # These layers have other products and vectors than the forms count.
+    expected |= {"gated_mlp": True, "mlp_bias": False, "learned_positions": 0}
+    expected |= {"attention_out_bias": False, "wide_query_key_norm": False, "norm_bias": False}
+    expected |= {"pre_norms": True, "parallel_mlp": False}
     fields = flatten_fields(model)
     for field, value in expected.items():
         if (got := fields[field]) != value:
             raise ValueError(
                 f"plan: config.model.{field} is {got}, expected {value} in an estimate in closed "
-                "form, which covers neither dense layers before layers with experts, nor shared "
-                "experts, nor experts without a capacity"
+                "form, which covers neither latent attention, nor dense layers before layers with "
+                "experts, nor shared experts, nor biases of experts, nor experts without a "
+                "capacity, nor layers with other products and norms"
             )
 
 
@@ -262,6 +273,7 @@ def sizes_on_device(
     size, norms = size_of_head(model), 4 if model.norm.post else 2
     vectors = (model.hidden_size,) * norms + (size, size) * model.attention.query_key_norm
     vectors += (queries * size, keys * size, keys * size) * model.attention.qkv_bias
+    vectors += (model.hidden_size,) * model.attention.out_bias + (queries,) * model.attention.sinks
     # With a window `w`, the first queries see fewer than `w` positions.
     kinds = [(min(w or positions, positions), layers) for w, layers in layers_by_window(model)]
     seen = sum(layers * w * (2 - w / positions) for w, layers in kinds)

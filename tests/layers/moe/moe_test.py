@@ -347,7 +347,7 @@ def test_backends_with_a_ragged_all_to_all_get_it(devices8, monkeypatch):
 def test_a_layer_has_the_fields_of_a_model_s_experts_with_the_same_defaults():
     of_model = {field.name: field.default for field in dataclasses.fields(Experts)}
     of_layer = {field.name: field.default for field in dataclasses.fields(MoE)}
-    assert of_model.keys() - of_layer.keys() == {"dense_layers", "dense_mlp_size"}
+    assert of_model.keys() - of_layer.keys() == {"dense_layers", "dense_mlp_size", "every"}
     shared = of_model.keys() & of_layer.keys() - {"num_experts", "axis"}
     assert {name: of_layer[name] for name in shared} == {name: of_model[name] for name in shared}
     assert Experts(2).of_layer.keys() == shared | {"num_experts", "axis"}

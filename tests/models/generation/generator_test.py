@@ -34,6 +34,9 @@ MESHES = [
     ("window", functools.partial(zero, stage=1), {"data": 4, "model": 2}, SPLIT),
     ("two kinds", fsdp, {"data": 4}, {}),
     ("two kinds", hsdp, {"replica": 2, "data": 2, "model": 2}, SPLIT),
+    ("sinks", fsdp, {"data": 4, "model": 2}, SPLIT),
+    ("latent", fsdp, {"data": 8}, {}),
+    ("latent", fsdp, {"data": 2, "model": 4}, {**SPLIT, "sequence_parallel": True}),
     ("experts", fsdp, {"data": 4, "model": 2}, SPLIT),
     ("experts", fsdp, {"data": 2, "expert": 4}, {"expert_axis": "expert"}),
     ("experts", fsdp, {"data": 2, "expert": 2, "model": 2}, {"expert_axis": "expert", **SPLIT}),
@@ -125,6 +128,27 @@ def test_samples_penalties_and_beams_are_the_same_on_every_mesh(devices8):
     assert [answer.tokens for answer in again] == samples[::3]
     assert samples[0] != samples[1] != samples[2] != samples[0]
     assert not any(5 in tokens for tokens in penalized)
+
+
+@pytest.mark.slow
+def test_beams_move_a_cache_of_latents(devices8):
+    """Each beam has the probabilities that a forward pass gives to its tokens."""
+    del devices8
+    plain, found = Transformer(**nest_fields({**SIZES, **FAMILIES["latent"]})), []
+    for axes, fields in (({"data": 4}, {}), ({"data": 2, "model": 2}, SPLIT)):
+        program = make_program(with_fields(plain, **fields), axes)
+        state, generator = make_state(program), Generator(program, stop_tokens=())
+        answers = generator.generate(state, PROMPTS, max_tokens=6, beams=3, samples=3)
+        found.append([answer.tokens for answer in answers])
+    assert found[0] == found[1]
+    apply, params = jax.jit(plain.apply), jax.device_get(state.params)
+    for number, answer in enumerate(answers):
+        prompt = PROMPTS[number // 3]
+        tokens = np.array([*prompt, *answer.tokens])
+        logits = jax.nn.log_softmax(apply({"params": params}, tokens[None])[0])
+        places = np.arange(len(prompt), len(tokens))
+        expected = logits[places - 1, tokens[places]]
+        np.testing.assert_allclose(answer.log_probabilities, expected, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import optax
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
-from tests.models.transformer_families import GEMMA
+from tests.models.transformer_families import GEMMA, GPT_OSS, LATENT
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "mlp_size": 16}
 FAMILIES = {
@@ -14,6 +14,8 @@ FAMILIES = {
     "window": {"attention_window": 3, "qkv_bias": True, "scan_layers": False},
     "two kinds": GEMMA | {"num_layers": 5, "num_kv_heads": 1, "attention_window": 4},
     "experts": {"num_experts": 4, "mlp_size": 8, "remat": "full"},
+    "sinks": GPT_OSS | {"num_layers": 5, "num_kv_heads": 2},
+    "latent": LATENT | {"bos_token": 0},
 }
 
 
