@@ -179,8 +179,8 @@ class Norm(FieldGroup):
     """The norms of the residual stream, of queries and of keys.
 
     Attributes:
-      kind: `"rms"` for RMSNorm, or `"layer"` for LayerNorm, which subtracts the mean (Ba et al.,
-        https://arxiv.org/abs/1607.06450).
+      kind: Either `"rms"` for RMSNorm, or `"layer"` for LayerNorm, which subtracts the mean (Ba et
+        al., https://arxiv.org/abs/1607.06450).
       bias: Whether a bias is added after the scale, for `"layer"`.
       epsilon: The number that every norm adds to the mean of squares.
       offset: Whether norms multiply by `1 + scale`, where `scale` begins with 0.

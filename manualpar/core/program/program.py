@@ -315,10 +315,7 @@ def _design(
         placement = place(info)
         return len(placement.spec) > 0 or (comm.changes_values and not placement.keep)
 
-    def is_scattered(info: ParameterInfo) -> bool:
-        is_possible = strategy.scatters_in_backward and not pipeline
-        return is_possible and place(info).state_names is not None
-
+    scatters = strategy.scatters_in_backward and not pipeline
     traced_model = trace_model(
         name,
         model,
@@ -329,7 +326,7 @@ def _design(
         stored_dtypes=stored_dtypes,
         options=options,
         is_gathered=is_gathered,
-        is_scattered=is_scattered,
+        is_scattered=lambda info: scatters and place(info).state_names is not None,
         gathers_in_loss=strategy.gather_every == "minibatch",
     )
     check_context(name, traced_model, batch, roles)
