@@ -61,6 +61,7 @@ def bytes_of(directory):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_files(tmp_path):
     theirs, work, given = tmp_path / "theirs", tmp_path / "run", tmp_path / "text.txt"
     theirs.mkdir()

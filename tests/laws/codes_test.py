@@ -207,12 +207,13 @@ def test_a_step_with_codes_holds_no_more_than_one_without(devices8, name):
         step = program.train_step.lower(program.abstract_state, program.abstract_batch)
         return step.compile().memory_analysis().temp_size_in_bytes
 
-    exact = temporaries()
+    # Quantized biases may need a few small buffers more. ZeRO scatters in the loop over layers,
+    # where a device has the codes of one layer.
+    most = 1.005 * temporaries() + (256 * 256 if "zero" in name else 0)
     weights = {"gather_code": "int8"} if name == "fsdp" else {}
     for code in LARGEST_CODE:
-        # Quantized biases may need a few small buffers more.
-        assert temporaries(reduce_code=code, **weights) <= 1.005 * exact
-    assert temporaries(reduce_code="int4", stochastic_rounding=True, **weights) <= 1.005 * exact
+        assert temporaries(reduce_code=code, **weights) <= most
+    assert temporaries(reduce_code="int4", stochastic_rounding=True, **weights) <= most
 
 
 @pytest.mark.slow

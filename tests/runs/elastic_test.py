@@ -136,6 +136,7 @@ def divided(now, before):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_processes_come_back_as_three_and_then_as_four(processes, tmp_path, devices8):
     steady = (
         "--config.model.dropout_rate=0.0",
