@@ -105,7 +105,8 @@ def _with_scattered_gradient(shard: ShardedParameter, value: jax.Array, _: Any) 
 
 
 def _forward(shard: ShardedParameter, value: jax.Array, quantizer: Any) -> tuple[jax.Array, Any]:
-    return _with_scattered_gradient(shard, value, quantizer), (shard, quantizer)
+    # The result must be `value` itself, so that a loop does not save a copy for its backward pass.
+    return cast_to_varying(value, varying_axes(shard.value)), (shard, quantizer)
 
 
 def _backward(residuals: Any, g: jax.Array) -> tuple[ShardedParameter, None, None]:
