@@ -96,7 +96,9 @@ def parallel_gradient(
     return jax.jit(run)(batch)
 
 
-@pytest.mark.parametrize(("num_minibatches", "use_scan"), [(1, False), (4, True)])
+@pytest.mark.parametrize(
+    ("num_minibatches", "use_scan"), [pytest.param(1, False, marks=pytest.mark.slow), (4, True)]
+)
 def test_gradient_is_that_of_the_global_mean(mesh8, num_minibatches, use_scan):
     batch = make_batch(64)
     grads, metrics = parallel_gradient(

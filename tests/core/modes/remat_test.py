@@ -99,7 +99,11 @@ def count_primitives(program):
     return collections.Counter(eqn.primitive.name for eqn in equations(program))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16],
+    ids=["float32", "bfloat16"],
+)
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_gathered_again_and_no_more_than_the_user_says(devices8, remat, scan, dtype):
