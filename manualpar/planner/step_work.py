@@ -96,6 +96,8 @@ class StepWork(Summarized):
       every: The number of steps in which all `outer_collectives` run once.
       notes: Sentences about the choices and assumptions made when the program was read.
       source: The source of the estimate: `roofline` for a traced program, or `closed form`.
+      scatters_once: Whether a step of several minibatches scatters gradients once, after all of
+        them (ZeRO-1). With one minibatch they may be scattered in the backward pass.
     """
 
     name: str
@@ -112,6 +114,7 @@ class StepWork(Summarized):
     outer_collectives: tuple[Collective, ...] = ()
     every: int = 1
     source: str = "roofline"
+    scatters_once: bool = False
 
     @property
     def flops(self) -> float:
@@ -194,6 +197,7 @@ def read_work(
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,
         outer_collectives=trace_outer_steps(program),
         every=1 if program.outer is None else program.outer.every,
+        scatters_once=program.strategy.sends(2, False).scatters == 1,
     )
 
 
@@ -262,15 +266,22 @@ def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
     assert work.pipeline is None  # A pipeline's schedule of microbatches has to be traced.
     if num_minibatches == 1:
         return work
-    activations = work.memory.activations // num_minibatches
+    memory = work.memory
+    gradients, activations = memory.gradients, memory.activations // num_minibatches
+    if work.scatters_once:  # Until then a device holds complete gradients.
+        gradients = max(gradients, memory.parameters)
+
+    def is_repeated(x: Collective) -> bool:
+        is_once = work.scatters_once and x.purpose == SCATTER_SCOPE
+        return bool(MINIBATCH.search(x.scope)) and not is_once
+
     return dataclasses.replace(
         work,
         num_minibatches=num_minibatches,
         collectives=tuple(
-            _in_minibatches(x, num_minibatches) if MINIBATCH.search(x.scope) else x
-            for x in work.collectives
+            _in_minibatches(x, num_minibatches) if is_repeated(x) else x for x in work.collectives
         ),
-        memory=dataclasses.replace(work.memory, activations=activations),
+        memory=dataclasses.replace(memory, gradients=gradients, activations=activations),
     )
 
 
