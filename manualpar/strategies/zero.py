@@ -45,15 +45,16 @@ def zero(
       parameter's state is not sharded, the parameter's gradient costs one all-reduce.
     """
     check_choice("zero", "stage", stage, (1, 2))
-    several = {"num_minibatches": 1, "pipeline": None, "error_feedback": False}
-    is_once = stage == 1 and any(options.get(name, x) != x for name, x in several.items())
+    # With these options a step has one backward pass, which may scatter the gradients itself.
+    needed = {"num_minibatches": 1, "pipeline": None, "error_feedback": False}
+    has_one_pass = all(options.get(name, x) == x for name, x in needed.items())
 
     def strategy(**placing: Any) -> Strategy:
         return Strategy(
             f"zero{stage}",
             functools.partial(shard_state_only, **placing),
             lambda m, keep: CommCounts(uses=m, scatters=m if stage == 2 else 1, new_gathers=1),
-            reduce_every="step" if is_once else "minibatch",
+            reduce_every="minibatch" if stage == 2 or has_one_pass else "step",
         )
 
     return build_sharded("zero", strategy, model, tx, loss_fn, options, STATE_SHARDING)

@@ -103,44 +103,38 @@ def the_link_between_two_hosts_cut(bench):
     return Seen(seconds, sentence, "4")
 
 
+def refused(bench, words, *, code=2, command=(*TRAIN, *SMALL, SHORT)):
+    """Runs a command that ends with `code` before the first step, and a sentence with `words`."""
+    job = bench.srun(*command, f"--workdir={bench.workdir}")
+    began = job.wait_for_imports()
+    seconds, sentence = job.wait_for(words, since=began)
+    assert job.code() == code
+    return Seen(seconds, sentence, str(code))
+
+
 def firewall(bench):
     bench.n2.drop("--protocol", "tcp", "--source", bench.n1.address, "--syn")
-    job = bench.srun(*TRAIN, *SMALL, SHORT, f"--workdir={bench.workdir}")
-    began = job.wait_for_imports()
-    seconds, sentence = job.wait_for("n1 cannot reach n2 at 10.77.0.2:", since=began)
-    assert job.code() == 2
-    return Seen(seconds, sentence, "2")
+    return refused(bench, "n1 cannot reach n2 at 10.77.0.2:")
 
 
 def doctor_names_a_firewall(bench):
     bench.n2.drop("--protocol", "tcp", "--source", bench.n1.address, "--syn")
-    job = bench.srun(*MANUALPAR, "doctor", "--cluster", f"--workdir={bench.workdir}")
-    began = job.wait_for_imports()
-    seconds, sentence = job.wait_for("n1: cannot reach n2 at 10.77.0.2:", since=began)
-    assert job.code() == 7
-    return Seen(seconds, sentence, "7")
+    doctor = *MANUALPAR, "doctor", "--cluster"
+    return refused(bench, "n1: cannot reach n2 at 10.77.0.2:", code=7, command=doctor)
 
 
 def unshared_workdir(bench):
     bench.workdir.mkdir()
     bench.n2.call("mount", "-t", "tmpfs", "tmpfs", str(bench.workdir))
     try:
-        job = bench.srun(*TRAIN, *SMALL, SHORT, f"--workdir={bench.workdir}")
-        began = job.wait_for_imports()
-        seconds, sentence = job.wait_for("does not see in", since=began)
-        assert job.code() == 2
+        return refused(bench, "does not see in")
     finally:
         bench.n2.call("umount", str(bench.workdir))
-    return Seen(seconds, sentence, "2")
 
 
 def debians_hosts_file(bench):
     bench.n2.hosts.write_text(f"127.0.1.1 n2\n{bench.n2.hosts.read_text()}")
-    job = bench.srun(*TRAIN, *SMALL, SHORT, f"--workdir={bench.workdir}")
-    began = job.wait_for_imports()
-    seconds, sentence = job.wait_for("resolves its own name to 127.0.1.1", since=began)
-    assert job.code() == 2
-    return Seen(seconds, sentence, "2")
+    return refused(bench, "resolves its own name to 127.0.1.1")
 
 
 def a_signal_before_the_run_can_save(bench):

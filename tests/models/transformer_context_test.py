@@ -77,7 +77,7 @@ def test_a_split_sequence_is_the_same_as_one_device(build, mesh, fields, options
 @pytest.mark.parametrize(
     ("build", "mesh", "fields"),
     [
-        ("fsdp", "2x4", {"num_kv_heads": 4}),
+        ("fsdp", "2x4", {"num_kv_heads": 4, "attention_sinks": True}),
         ("fsdp", "4x2", {"remat": "full"}),
         ("dp", "1x8", {"num_kv_heads": 1, "scan_layers": False}),
         ("hsdp", "replicas", {}),

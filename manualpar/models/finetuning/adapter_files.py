@@ -1,7 +1,8 @@
 """Saves adapters in a folder without the base model: a few MB instead of many GB.
 
 `adapters.safetensors` contains the adapters by their paths, in float32, which represents narrower
-dtypes exactly. `adapters.json` contains the targets with their ranks, and alpha.
+dtypes exactly. `adapters.json` contains the targets with their ranks, alpha, and
+whether the adapters are rank-stabilized.
 
 Invariants: a folder gets its final name only when it is complete, see
 `manualpar.system.storage.drafts`. The adapters in the file are not sharded, so that programs on any
@@ -9,7 +10,7 @@ mesh and of any strategy can load them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,34 +54,23 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     require("save_adapters", "safetensors")
     from safetensors.numpy import save
 
-    # Imported here so that `import manualpar` does not load code for several processes.
-    from manualpar.system.cluster.agreement import failing_together, gather
-
     model = lora_interface("save_adapters", program).low_rank
     check_state("save_adapters", program.abstract_state, state)
-    target = local_path(directory, "save_adapters: directory").absolute()
-    if any(gather(target.exists())):
-        raise ValueError(
-            f"save_adapters: {target} exists already, expected a new folder. Name another folder."
-        )
-    arrays = dict(zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True))
-    values = {
-        _path(leaf): read_unpadded("save_adapters", leaf, x).astype(np.float32)
-        for leaf, x in arrays.items()
-        if is_adapter(leaf.name)
-    }
-    with failing_together():
-        if jax.process_index() == 0:
-            description = {"alpha": model.alpha, "targets": dict(model.targets)}
-            texts = {
-                ARRAYS_FILE: save(values),  # Not `save_file`, which ignores the umask.
-                DESCRIPTION_FILE: json.dumps(description, indent=2).encode() + b"\n",
-            }
-            with writing("save_adapters", target), draft_of(target) as draft:
-                for name, data in texts.items():
-                    (draft / name).write_bytes(data)
-                    sync(draft / name)
-                publish(draft, target)
+    target = new_folder("save_adapters", directory)
+    values = read_adapters("save_adapters", program, state)
+
+    def make_files() -> dict[str, bytes]:
+        description = {
+            "alpha": model.alpha,
+            "rank_stabilized": model.rank_stabilized,
+            "targets": dict(model.targets),
+        }
+        return {
+            ARRAYS_FILE: save(values),  # Not `save_file`, which ignores the umask.
+            DESCRIPTION_FILE: json.dumps(description, indent=2).encode() + b"\n",
+        }
+
+    write_folder("save_adapters", target, make_files)
     return target
 
 
@@ -88,7 +78,7 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     """Loads adapters that `save_adapters` has written, on any mesh, and returns the new state.
 
     Args:
-      program: A program of a model with the same targets, ranks and alpha.
+      program: A program of a model with the same targets, ranks, alpha and `rank_stabilized`.
       state: The program's state; not donated. Only its adapters are replaced: the base parameters
         and the optimizer's state stay the same.
       directory: The folder that `save_adapters` has written.
@@ -98,8 +88,8 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
       the adapters had this dtype when they were saved, they have the same bits again.
 
     Raises:
-      ValueError: The folder is missing or damaged; or alpha, a name or a shape differs from the
-        program's. The message names every difference, and nothing has been loaded.
+      ValueError: The folder is missing or damaged; or alpha, `rank_stabilized`, a name or a shape
+        differs from the program's. The message names every difference, and nothing has been loaded.
 
     Communication:
       None. Each device receives its shard.
@@ -111,7 +101,7 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     check_state("load_adapters", program.abstract_state, state)
     source = local_path(directory, "load_adapters: directory")
     leaves = variable_leaves(program)
-    adapters = {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
+    adapters = {parameter_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
     try:
         description = read_object(source / DESCRIPTION_FILE)
         open_tensors(source / ARRAYS_FILE)[0].close()  # Raises for a FIFO, for example.
@@ -124,24 +114,93 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
             f"load_adapters: {source} cannot be read: {printable(error)}; expected a folder of "
             "save_adapters."
         ) from error
-    if (alpha := description.get("alpha")) != model.alpha:
-        raise ValueError(
-            f"load_adapters: the adapters in {source} are for alpha={alpha!r:.100}, expected "
-            f"the model's {model.alpha}, because products are multiplied by alpha / rank."
-        )
+    # Folders of earlier versions have no entry `rank_stabilized`.
+    for field, found_there in (
+        ("alpha", description.get("alpha")),
+        ("rank_stabilized", description.get("rank_stabilized", False)),
+    ):
+        if found_there != (own := getattr(model, field)):
+            raise ValueError(
+                f"load_adapters: the adapters in {source} are for {field}={found_there!r:.100}, "
+                f"expected the model's {own}, because products are multiplied by alpha / rank, or "
+                "by alpha / sqrt(rank) if rank_stabilized is set."
+            )
     if differences:
         raise ValueError(
             f"load_adapters: the adapters in {source} are not the program's: "
             f"{'; '.join(list_some(differences))}. Name the same targets and ranks in lora."
         )
+    return replace_adapters("load_adapters", program, state, found)
+
+
+def new_folder(name: str, directory: GivenPath) -> Path:
+    """Returns the path of a folder to make; refuses one that exists already.
+
+    `name` is the caller's, for error messages.
+
+    Communication:
+      The communication of `any_process`.
+    """
+    # Imported here so that `import manualpar` does not load code for several processes.
+    from manualpar.system.cluster.agreement import any_process
+
+    target = local_path(directory, f"{name}: directory").absolute()
+    if any_process(target.exists()):
+        raise ValueError(
+            f"{name}: {target} exists already, expected a new folder. Name another folder."
+        )
+    return target
+
+
+def read_adapters(name: str, program: Program, state: TrainState) -> dict[str, np.ndarray]:
+    """Returns the complete adapters of a state by their paths, in float32, in every process.
+
+    Communication:
+      With several processes an all-gather for each adapter; with one process none.
+    """
+    arrays = zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True)
+    return {
+        parameter_path(leaf): read_unpadded(name, leaf, x).astype(np.float32)
+        for leaf, x in arrays
+        if is_adapter(leaf.name)
+    }
+
+
+def write_folder(name: str, target: Path, make_files: Callable[[], Mapping[str, bytes]]) -> None:
+    """Makes files by their names and writes them in process 0: the complete folder, or none.
+
+    Communication:
+      The communication of `failing_together`.
+    """
+    from manualpar.system.cluster.agreement import failing_together
+
+    with failing_together():
+        if jax.process_index() == 0:
+            files = make_files()
+            with writing(name, target), draft_of(target) as draft:
+                for file, data in files.items():
+                    (draft / file).write_bytes(data)
+                    sync(draft / file)
+                publish(draft, target)
+
+
+def replace_adapters(
+    name: str, program: Program, state: TrainState, values: Mapping[str, np.ndarray]
+) -> TrainState:
+    """Returns a state with other adapters, given by their paths.
+
+    Communication:
+      None. Each device receives its shard.
+    """
     arrays, structure = jax.tree.flatten(variables_of(state))
-    for number, leaf in enumerate(leaves):
+    for number, leaf in enumerate(variable_leaves(program)):
         if is_adapter(leaf.name):
-            arrays[number] = place_leaf("load_adapters", leaf, found[_path(leaf)])
+            arrays[number] = place_leaf(name, leaf, values[parameter_path(leaf)])
     return state.replace(params=jax.tree.unflatten(structure, arrays)["params"])
 
 
-def _path(leaf: Leaf) -> str:
+def parameter_path(leaf: Leaf) -> str:
+    """Returns the path of a parameter, without the name of its collection."""
     return leaf.name.partition("/")[2]
 
 

@@ -96,6 +96,8 @@ def read_peft_config(path: Path) -> PeftConfig:
     rank = given.get("r")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < LARGEST:
         raise refuse("r", "a rank of at least 1")
+    if not isinstance(given.get("use_rslora", False), bool):
+        raise refuse("use_rslora", "true or false")
     alphas = given.get("alpha_pattern") or {}
     if not isinstance(alphas, dict) or not all(map(_is_number, alphas.values())):
         raise refuse("alpha_pattern", "numbers above 0 by the names of modules")
@@ -113,7 +115,7 @@ def read_peft_config(path: Path) -> PeftConfig:
         if key in USED or key in UNUSED or value in (*EMPTY, *HARMLESS.get(key, ())):
             continue
         raise refuse(key, "nothing, because lora has no such option")
-    return PeftConfig(float(alpha), given.get("use_rslora") is True, alphas, tuple(parameters))
+    return PeftConfig(float(alpha), given.get("use_rslora", False), alphas, tuple(parameters))
 
 
 def peft_config(

@@ -29,12 +29,19 @@ from jax.sharding import AbstractMesh, AxisType
 from manualpar.core.program.guarded_step import check_state
 from manualpar.core.program.load_state import plain_leaves, variable_leaves, variables_of
 from manualpar.core.program.program import Program
-from manualpar.core.state.state_arrays import Leaf, list_some, place_leaf, read_unpadded
+from manualpar.core.state.state_arrays import list_some, read_unpadded
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import printable, require
 from manualpar.layers.attention.devices import Device, planned_device
 from manualpar.models import Transformer
 from manualpar.models.finetuning.adapted_parameter import DOWN, UP, adapted_path, is_adapter
+from manualpar.models.finetuning.adapter_files import (
+    new_folder,
+    parameter_path,
+    read_adapters,
+    replace_adapters,
+    write_folder,
+)
 from manualpar.models.finetuning.lora import LowRankModel, lora
 from manualpar.models.finetuning.merging import lora_interface
 from manualpar.models.finetuning.quantized import QuantizedModel
@@ -51,7 +58,7 @@ from manualpar.models.pretrained.peft_experts import (
 from manualpar.models.pretrained.peft_places import PREFIX, Place, find_places, may_have_place
 from manualpar.models.pretrained.sources import transformer_of
 from manualpar.models.pretrained.tensor_bytes import DTYPES, read_header, read_slice
-from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
+from manualpar.system.storage import GivenPath, local_path
 from manualpar.system.storage.untrusted import open_tensors
 
 CONFIG_FILE, ARRAYS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -89,26 +96,16 @@ def export_peft(
     require("export_peft", "safetensors")
     from safetensors.numpy import save
 
-    from manualpar.system.cluster.agreement import failing_together, gather
-
     model = lora_interface("export_peft", program).low_rank
     check_state("export_peft", program.abstract_state, state)
-    target = local_path(directory, "export_peft: directory").absolute()
-    if any(gather(target.exists())):
-        raise ValueError(
-            f"export_peft: {target} exists already, expected a new folder. Name another folder."
-        )
+    target = new_folder("export_peft", directory)
     is_directory = bool(base) and (Path(base) / MODEL_CONFIG_FILE).is_file()
     family = read_architecture(base).family if is_directory else ""
     places, experts = _places_of(program, family)
     vocab_size = transformer_of(program).vocab_size
     values: dict[str, np.ndarray] = {}
-    arrays = dict(zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True))
-    for leaf, x in arrays.items():
-        if not is_adapter(path := _path(leaf)):
-            continue
+    for path, own in read_adapters("export_peft", program, state).items():
         part = DOWN if path.endswith(DOWN) else UP
-        own = read_unpadded("export_peft", leaf, x).astype(np.float32)
         for place in places[adapted_path(path)]:
             one = own[place.piece.entry]
             if "V" in (dims := place.dims(part)[0]):
@@ -124,20 +121,15 @@ def export_peft(
     if transformer_of(program).experts.num_experts:
         for module in weights_to_name(ranks):
             fused[f"{module}.weight"] = ranks.pop(module)
-    with failing_together():
-        if jax.process_index() == 0:
-            config = peft_config(
-                ranks, fused, model.alpha, base, rank_stabilized=model.rank_stabilized
-            )
-            texts = {
-                ARRAYS_FILE: save(values, metadata={"format": "pt"}),
-                CONFIG_FILE: json.dumps(config, indent=2).encode() + b"\n",
-            }
-            with writing("export_peft", target), draft_of(target) as draft:
-                for name, data in texts.items():
-                    (draft / name).write_bytes(data)
-                    sync(draft / name)
-                publish(draft, target)
+
+    def make_files() -> dict[str, bytes]:
+        config = peft_config(ranks, fused, model.alpha, base, rank_stabilized=model.rank_stabilized)
+        return {
+            ARRAYS_FILE: save(values, metadata={"format": "pt"}),
+            CONFIG_FILE: json.dumps(config, indent=2).encode() + b"\n",
+        }
+
+    write_folder("export_peft", target, make_files)
     return target
 
 
@@ -213,9 +205,8 @@ def load_peft(program: Program, state: TrainState, directory: GivenPath) -> Trai
     source = local_path(directory, "load_peft: directory")
     (places, experts), vocab_size = _places_of(program), transformer_of(program).vocab_size
     config, tensors, lines = _read_adapters(source, experts)
-    arrays, structure = jax.tree.flatten(variables_of(state))
-    leaves = variable_leaves(program)
-    by_path = {_path(leaf): (leaf, x) for leaf, x in zip(leaves, arrays, strict=True)}
+    leaves, arrays = variable_leaves(program), jax.tree.leaves(variables_of(state))
+    by_path = {parameter_path(leaf): (leaf, x) for leaf, x in zip(leaves, arrays, strict=True)}
     values: dict[str, np.ndarray] = {}
     lines += [f"{name} is left over" for name in _left_over(tensors, places)]
     for path, (leaf, _) in by_path.items():
@@ -245,10 +236,7 @@ def load_peft(program: Program, state: TrainState, directory: GivenPath) -> Trai
             f"load_peft: the adapters in {source} are not the program's: "
             f"{'; '.join(list_some(lines))}. Make the model with lora_of_peft."
         )
-    for number, leaf in enumerate(leaves):
-        if (path := _path(leaf)) in values:
-            arrays[number] = place_leaf("load_peft", leaf, values[path])
-    return state.replace(params=jax.tree.unflatten(structure, arrays)["params"])
+    return replace_adapters("load_peft", program, state, values)
 
 
 def _fill(
@@ -279,7 +267,7 @@ def _places_of(
 ) -> tuple[dict[str, list[Place]], dict[str, list[str]]]:
     """Returns the modules of each adapted parameter of a program by path, and of all experts."""
     plain, _ = plain_leaves(program, variable_leaves(program))
-    shapes = {_path(leaf): leaf.shape for leaf in plain}
+    shapes = {parameter_path(leaf): leaf.shape for leaf in plain}
     adapted = {adapted_path(path) for path in shapes if is_adapter(path)}
     shapes = {path: shape for path, shape in shapes.items() if not is_adapter(path)}
     model = transformer_of(program)
@@ -342,7 +330,3 @@ def _read(directory: Path) -> dict[str, np.ndarray]:
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} {printable(error)}.") from None
     return found
-
-
-def _path(leaf: Leaf) -> str:
-    return leaf.name.partition("/")[2]

@@ -20,7 +20,7 @@ TABLES = ("embedding", "head")
 
 
 class Place(NamedTuple):
-    """A module of transformers whose adapter is a part of one of ours.
+    """A module in transformers; its adapter is a part of the adapter of one of our parameters.
 
     Attributes:
       module: The module's name.

@@ -21,7 +21,7 @@ from manualpar.training.monitoring.run_record import (
     read_run,
     sort_splits,
 )
-from manualpar.training.monitoring.run_times import add_up
+from manualpar.training.monitoring.run_times import Interval, RunTimes, add_up
 
 PAGE_FILE = "report.html"
 PICTURE_FILE = "report.png"
@@ -85,12 +85,13 @@ def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, ob
 
     `charts` is HTML; `write_report` documents the other arguments.
     """
+    times = add_up(run.times)
     sections = {
         "Last numbers": _final_table(run),
         "Facts": _table([[name, _plain(value)] for name, value in facts.items()]),
         "Resumes and rollbacks": _resumes_table(run),
-        "Time": _times_table(run),
-        "Starts, stops, saves and stalls": _losses_table(run),
+        "Time": _times_table(times),
+        "Starts, stops, saves and stalls": _losses_table(times.losses),
         "Left out": "\n".join(f"<p>{html.escape(text)}</p>" for text in run.left_out),
         "Config": _table([[name, _plain(value)] for name, value in _flatten(run.config)]),
     }
@@ -139,9 +140,8 @@ def _resumes_table(run: RunRecord) -> str:
     return _table(rows, ["after step", "what", "time", "lines cut off"])
 
 
-def _times_table(run: RunRecord) -> str:
+def _times_table(times: RunTimes) -> str:
     """Makes the table of what the run spent its time on, whose rows add up to its time."""
-    times = add_up(run.times)
     ordered = sorted(times.seconds.items(), key=lambda one: -one[1])
     rows = [[what, *_seconds(seconds, times.total)] for what, seconds in ordered]
     headers = ["", "seconds", "share"]
@@ -153,9 +153,8 @@ def _seconds(seconds: float, total: float) -> list[str]:
     return [f"{seconds:,.1f}", f"{seconds / total:.1%}" if total else ""]
 
 
-def _losses_table(run: RunRecord) -> str:
+def _losses_table(losses: Sequence[Interval]) -> str:
     """Makes the table of the intervals without training; short ones of a kind share a row."""
-    losses = add_up(run.times).losses
     shown = sorted(losses, key=lambda one: -one.seconds)[:SHOWN_LOSSES]
     rows = [
         [

@@ -97,7 +97,10 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     with pytest.raises(ValueError, match="layers/down/lora_a is left over"):
         load_adapters(fewer, fewer.init(jax.random.key(0)), folder)
     description = json.loads((folder / "adapters.json").read_text())
-    assert description == {"alpha": 4.0, "targets": SOMEBODYS}
+    assert description == {"alpha": 4.0, "rank_stabilized": False, "targets": SOMEBODYS}
+    stabilized = _program(lora(Somebodys(), SOMEBODYS, alpha=4, rank_stabilized=True), {"data": 8})
+    with pytest.raises(ValueError, match="for rank_stabilized=False, expected the model's True"):
+        load_adapters(stabilized, stabilized.init(jax.random.key(0)), folder)
     (folder / "adapters.json").write_text(json.dumps({**description, "alpha": 8}))
     with pytest.raises(ValueError, match="are for alpha=8, expected the model's 4"):
         load_adapters(other, begun, folder)

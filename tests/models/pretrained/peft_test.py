@@ -182,6 +182,7 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA', expected 'LORA'"),
         ({"lora_alpha": 0}, "lora_alpha is 0, expected a number above 0"),
         ({"r": True}, "r is True, expected a rank"),
+        ({"use_rslora": "yes"}, "use_rslora is 'yes', expected true or false"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
