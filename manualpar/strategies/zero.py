@@ -45,7 +45,6 @@ def zero(
       parameter's state is not sharded, the parameter's gradient costs one all-reduce.
     """
     check_choice("zero", "stage", stage, (1, 2))
-    # With these options a step has one backward pass, which may scatter the gradients itself.
     needed = {"num_minibatches": 1, "pipeline": None, "error_feedback": False}
     has_one_pass = all(options.get(name, x) == x for name, x in needed.items())
 
