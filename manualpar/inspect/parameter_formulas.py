@@ -170,7 +170,9 @@ class ParameterForm:
 
     @functools.cached_property
     def _averaged_axes(self) -> tuple[str, ...]:
-        """The axes over which the backward pass of the gather averages the gradient."""
+        """The axes over which the backward pass averages the gradient where it is used."""
+        if self.place.is_averaged_in_loop:
+            return self.place.mean_axes
         is_gathered = not self.once_a_step and any(gather.is_data for gather in self._used)
         return self.comm.averaged_axes if is_gathered else ()
 
@@ -230,7 +232,8 @@ class ParameterForm:
     def means(self, times: int, scope: str = REDUCE_SCOPE) -> Iterator[Collective]:
         """Yields the means of the gradient in the backward pass, after the reduce-scatters."""
         if self._averaged_axes:
-            n = next(gather.elements for gather in self._used if gather.is_data) // self._calls
+            gathered = (gather.elements for gather in self._used if gather.is_data)
+            n = next(gathered, self._shard) // self._calls
             for axes in self.comm.reductions(self._averaged_axes):
                 size = axes_size(self.program.mesh, axes)
                 for mean in mean_collectives(self.comm, n, self.reduced, axes, size, scope):
@@ -295,7 +298,7 @@ class ParameterForm:
         yield from self.shared_sums(uses.backward)
         yield from self.gathers(sends)
         yield from self.scatters(sends.scatters)
-        yield from self.means(sends.scatters)
+        yield from self.means(uses.backward)
         yield from self.new_gathers(sends.new_gathers)
         yield from self.reductions()
 

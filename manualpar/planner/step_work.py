@@ -112,9 +112,9 @@ class StepWork(Summarized):
     outer_collectives: tuple[Collective, ...] = ()
     every: int = 1
     source: str = "roofline"
-    # Whether a step of several minibatches scatters gradients once, after all of them (ZeRO-1).
-    # With one minibatch they may be scattered in the backward pass.
-    _scatters_once: bool = False
+    # Whether a step of several minibatches reduces gradients once, after all of them (data
+    # parallelism, ZeRO-1). With one minibatch they may be reduced in the backward pass.
+    _reduces_once: bool = False
 
     @property
     def flops(self) -> float:
@@ -197,7 +197,7 @@ def read_work(
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,
         outer_collectives=trace_outer_steps(program),
         every=1 if program.outer is None else program.outer.every,
-        _scatters_once=program.strategy.sends(2, False).scatters == 1,
+        _reduces_once=program.strategy.sends(2, False).scatters < 2,
     )
 
 
@@ -268,11 +268,11 @@ def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
         return work
     memory = work.memory
     gradients, activations = memory.gradients, memory.activations // num_minibatches
-    if work._scatters_once:  # Until then a device holds complete gradients.
+    if work._reduces_once:  # Until then a device holds complete gradients.
         gradients = max(gradients, memory.parameters)
 
     def is_repeated(x: Collective) -> bool:
-        is_once = work._scatters_once and x.purpose == SCATTER_SCOPE
+        is_once = work._reduces_once and x.purpose in (SCATTER_SCOPE, REDUCE_SCOPE)
         return bool(MINIBATCH.search(x.scope)) and not is_once
 
     return dataclasses.replace(

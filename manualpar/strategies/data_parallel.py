@@ -1,5 +1,6 @@
 """Data parallelism: the state is replicated, and each device trains on a part of the batch."""
 
+import functools
 from typing import Unpack
 
 import optax
@@ -10,6 +11,7 @@ from manualpar.core.model.options import ProgramOptions, lists_options
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.shard_rules import replicate
 from manualpar.core.program.program import Program, build_program
+from manualpar.strategies.shared_options import has_one_pass
 
 
 @lists_options({})
@@ -25,9 +27,10 @@ def data_parallel(
 
     Communication:
       One all-reduce of the gradients in each step, for any number of minibatches: a device sends
-      `2 b P (N - 1) / N` bytes for `P` parameters of `b` bytes on `N` devices.
+      `2 b P (N - 1) / N` bytes for `P` parameters of `b` bytes on `N` devices. On GPUs, if there is
+      one minibatch, the backward pass of an `nn.scan` averages the gradients of each large layer
+      while it computes other layers. A pipeline or error feedback averages after the loop.
     """
-    strategy = Strategy(
-        "data_parallel", replicate, lambda minibatches, keep: CommCounts(minibatches)
-    )
+    place = functools.partial(replicate, mean_in_loop=has_one_pass(options))
+    strategy = Strategy("data_parallel", place, lambda minibatches, keep: CommCounts(minibatches))
     return build_program(strategy, model, tx, loss_fn, **options)

@@ -155,6 +155,12 @@ def build_sharded(
     return program
 
 
+def has_one_pass(options: Mapping[str, Any]) -> bool:
+    """Returns whether a step has one backward pass, in which gradients may be reduced."""
+    needed = {"num_minibatches": 1, "pipeline": None, "error_feedback": False}
+    return all(options.get(name, value) == value for name, value in needed.items())
+
+
 def _check_regather(
     builder: str, values: Mapping[str, Any], program_options: Mapping[str, Any]
 ) -> None:

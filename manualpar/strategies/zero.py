@@ -17,7 +17,12 @@ from manualpar.core.model.options import lists_options
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.shard_rules import shard_state_only
 from manualpar.core.program.program import Program
-from manualpar.strategies.shared_options import STATE_SHARDING, StateShardingOptions, build_sharded
+from manualpar.strategies.shared_options import (
+    STATE_SHARDING,
+    StateShardingOptions,
+    build_sharded,
+    has_one_pass,
+)
 
 
 @lists_options(STATE_SHARDING)
@@ -45,15 +50,13 @@ def zero(
       parameter's state is not sharded, the parameter's gradient costs one all-reduce.
     """
     check_choice("zero", "stage", stage, (1, 2))
-    needed = {"num_minibatches": 1, "pipeline": None, "error_feedback": False}
-    has_one_pass = all(options.get(name, x) == x for name, x in needed.items())
 
     def strategy(**placing: Any) -> Strategy:
         return Strategy(
             f"zero{stage}",
             functools.partial(shard_state_only, **placing),
             lambda m, keep: CommCounts(uses=m, scatters=m if stage == 2 else 1, new_gathers=1),
-            reduce_every="minibatch" if stage == 2 or has_one_pass else "step",
+            reduce_every="minibatch" if stage == 2 or has_one_pass(options) else "step",
         )
 
     return build_sharded("zero", strategy, model, tx, loss_fn, options, STATE_SHARDING)

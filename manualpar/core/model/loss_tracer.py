@@ -113,7 +113,7 @@ class LossTracer:
         self,
         strategy: str,
         is_gathered: Callable[[ParameterInfo], bool],
-        is_scattered: Callable[[ParameterInfo], bool],
+        is_reduced: Callable[[ParameterInfo], bool],
         *,
         gathers_in_loss: bool,
     ) -> dict[str, frozenset[int]]:
@@ -122,7 +122,7 @@ class LossTracer:
         Args:
           strategy: The strategy's name, for messages.
           is_gathered: Returns whether a parameter without an annotation may be in a box.
-          is_scattered: As in `trace_model`.
+          is_reduced: As in `trace_model`.
           gathers_in_loss: As in `find_loop_dims`.
         """
         boxed = jax.tree.map(
@@ -131,7 +131,7 @@ class LossTracer:
             self.infos,
             is_leaf=is_box,
         )
-        optional = jax.tree.map(is_scattered, self.infos)
+        optional = jax.tree.map(is_reduced, self.infos)
         if not any(jax.tree.leaves((boxed, optional))):
             return {}
         return find_loop_dims(

@@ -116,7 +116,7 @@ def trace_model(
     stored_dtypes: StoredDtypes,
     options: Mapping[str, Any],
     is_gathered: Callable[[ParameterInfo], bool],
-    is_scattered: Callable[[ParameterInfo], bool],
+    is_reduced: Callable[[ParameterInfo], bool],
     gathers_in_loss: bool,
 ) -> TracedModel:
     """Traces a model and its loss; computes nothing and touches no device.
@@ -132,8 +132,8 @@ def trace_model(
       options: The `ProgramOptions`; only options of the model are read.
       is_gathered: Returns whether the program would shard a parameter, or cast it where it is used,
         if the parameter had no annotation and no loop ran over its dims.
-      is_scattered: Returns whether the gradient of a parameter that is not gathered should be
-        scattered where the model uses the parameter, if the loss allows this.
+      is_reduced: Returns whether the gradient of a parameter that is not gathered should be
+        reduced where the model uses the parameter, if the loss allows this.
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
     interface = _interface_of(strategy, model, mode, options)
@@ -158,7 +158,7 @@ def trace_model(
     loop_dims = tracer.loop_dims(
         strategy,
         lambda info: is_gathered(info) or info.path in stacked,
-        is_scattered,
+        is_reduced,
         gathers_in_loss=gathers_in_loss and mode.writes_collectives,
     )
     infos = tracer.describe(tracer.boxed_params, loop_dims)

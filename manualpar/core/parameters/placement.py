@@ -33,6 +33,8 @@ class Placement:
         sharded dimension; `()` if no zeros are added.
       keep: Whether the parameter is gathered once in each minibatch, before the forward pass, and
         kept until the backward pass.
+      mean_in_loop: Whether the gradients of layers in a loop are averaged in the loop, if the
+        parameter is replicated.
     """
 
     names: Names
@@ -40,6 +42,7 @@ class Placement:
     state_names: Names | None = None
     padding: tuple[int, ...] = ()
     keep: bool = False
+    mean_in_loop: bool = False
 
     @property
     def sharded_names(self) -> Names:
@@ -93,6 +96,11 @@ class Route(Placement):
     trainable: bool = True
     in_loop: bool = False
 
+    @property
+    def is_averaged_in_loop(self) -> bool:
+        """Whether a loop's backward pass averages the gradient, in each of its iterations."""
+        return self.mean_in_loop and self.in_loop and self.trainable and bool(self.mean_axes)
+
 
 def with_shardings(tree: Any, shardings: Any) -> Any:
     """Returns a tree of abstract arrays with the shardings of another tree."""
@@ -121,6 +129,7 @@ def route_parameter(
         placement.state_names,
         placement.padding,
         placement.keep,
+        placement.mean_in_loop,
         trainable=parameter.trainable,
         mean_axes=tuple(axis for axis in roles.data_axes if axis not in split),
         sum_axes=tuple(axis for axis in roles.stage_axes if axis not in split),

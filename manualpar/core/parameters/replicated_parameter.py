@@ -1,9 +1,12 @@
-"""Replicated parameters whose gradients are scattered where the model uses the parameters.
+"""Replicated parameters whose gradients are reduced where the model uses the parameters.
 
 A loop over layers computes the gradient of a layer in each iteration of its backward pass. If the
-gradients are scattered after the loop, a device holds the gradients of all layers at once, which
-ZeRO-2 should avoid. In the loop, a device scatters the gradient of a layer and keeps its shard, as
-the backward pass of `ShardedParameter.unbox` does.
+gradients are averaged after the loop, no computation hides the collectives. In the loop, the mean
+of a layer's gradient may run behind the backward pass of the layers that follow.
+
+If the gradients are scattered after the loop, a device also holds the gradients of all layers at
+once, which ZeRO-2 should avoid. In the loop, a device scatters the gradient of a layer and keeps
+its shard, as the backward pass of `ShardedParameter.unbox` does.
 
 A cotangent has the shape of its argument, but the shard of a gradient is smaller than the
 parameter. So the loss is differentiated with respect to zeros in the shape of the shard, instead of
@@ -11,6 +14,7 @@ the parameter. No computation reads the zeros.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,7 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, is_axis_bound
-from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.parameters.collectives import cast_to_varying, reduce_mean, varying_axes
+from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
     is_box,
@@ -77,6 +82,35 @@ class ReplicatedParameter(ShardedParameter, eq=False):
         return box.replace(whole=whole)
 
 
+class AveragedParameter(ShardedParameter, eq=False):
+    """A replicated parameter whose gradient is averaged over `comm.averaged_axes` by `unbox`."""
+
+    @classmethod
+    def over(cls, axes: tuple[str, ...], parameter: Any) -> "AveragedParameter":
+        """Makes the box of a parameter, an array or its box, whose gradient is averaged."""
+        if not is_box(parameter):
+            parameter = ShardedParameter(parameter, (None,) * parameter.ndim)
+        box = cls(**_fields(parameter))
+        return box.replace(comm=dataclasses.replace(box.comm, averaged_axes=axes))
+
+    @property
+    def averaged_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the gradient is averaged."""
+        return self.comm.averaged_axes
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """Returns the parameter; its gradient is averaged.
+
+        Communication:
+          Backward: the all-reduces of `reduce_mean`. Forward: as `ShardedParameter.unbox`.
+        """
+        box = self
+        if all(map(is_axis_bound, self.averaged_axes)):
+            exact = self.comm.with_reduce_quantizer(None)
+            box = self.replace(value=_with_mean(self.value, self.comm.reduce.quantizer, exact))
+        return super(AveragedParameter, box).unbox(apply_constraint)
+
+
 def _fields(box: ShardedParameter) -> dict[str, Any]:
     return {field.name: getattr(box, field.name) for field in dataclasses.fields(ShardedParameter)}
 
@@ -117,3 +151,23 @@ def _backward(residuals: Any, g: jax.Array) -> tuple[ShardedParameter, None, Non
 
 
 _with_scattered_gradient.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _with_mean(value: jax.Array, _: Any, comm: CommPolicy) -> jax.Array:
+    """Returns `value`, whose gradient is averaged over `comm.averaged_axes`."""
+    return cast_to_varying(value, comm.averaged_axes)
+
+
+def _mean_forward(value: jax.Array, quantizer: Any, comm: CommPolicy) -> tuple[jax.Array, Any]:
+    return cast_to_varying(value, comm.averaged_axes), quantizer
+
+
+def _mean_backward(comm: CommPolicy, quantizer: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    quantized = comm.with_reduce_quantizer(quantizer)
+    dtype = comm.reduced_dtype(g.dtype)
+    mean = reduce_mean(g, comm.averaged_axes, comm=quantized, dtype=dtype)
+    return mean.astype(g.dtype), None
+
+
+_with_mean.defvjp(_mean_forward, _mean_backward)

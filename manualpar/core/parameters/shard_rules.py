@@ -17,12 +17,30 @@ from manualpar.core.parameters.placement import Placement
 # A tile of a 16-bit array in TPU memory: 128 entries of the last dimension by 16 entries of the
 # dimension before it. See https://openxla.org/xla/tiled_layout.
 TILE = (128, 16)
+# The platforms that average a layer's gradient while they compute other layers, and the elements of
+# a layer's parameter that are worth an all-reduce. A TPU v5e computes nothing during an all-reduce.
+OVERLAPS_MEANS = frozenset({"gpu"})
+MIN_MEAN_SIZE = 2**18
 
 
-def replicate(parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int) -> Placement:
-    """Replicates a parameter, except along the dims that its annotation shards."""
-    del axes, axis_size
-    return Placement(parameter.names)
+def replicate(
+    parameter: ParameterInfo,
+    axes: tuple[str, ...],
+    axis_size: int,
+    *,
+    mean_in_loop: bool = False,
+) -> Placement:
+    """Replicates a parameter, except along the dims that its annotation shards.
+
+    With `mean_in_loop` a loop over layers averages the gradient of each layer, if the platform
+    overlaps such means and the parameter of one layer is large enough.
+    """
+    del axes
+    dims = enumerate(parameter.shape)
+    layer_size = math.prod(size for dim, size in dims if dim not in parameter.loop_dims)
+    mean_in_loop &= axis_size > 1 and layer_size >= MIN_MEAN_SIZE
+    mean_in_loop &= parameter.platform in OVERLAPS_MEANS
+    return Placement(parameter.names, mean_in_loop=mean_in_loop)
 
 
 def shard_one_dim(

@@ -46,12 +46,11 @@ def boxed_axes(x: Any) -> tuple[str, ...]:
 
 
 def averaged_axes(x: Any) -> tuple[str, ...]:
-    """Returns the mesh axes over which the gather of `x` averages its gradient, beside its own.
+    """Returns the mesh axes over which the backward pass averages the gradient of `x`.
 
-    `x` is a parameter or its gradient; `()` if it is not gathered where it is used.
+    `x` is a parameter or its gradient. The axes of a reduce-scatter are not counted.
     """
-    is_gathered = isinstance(x, ShardedParameter) and bool(x.gather_dims())
-    return x.comm.averaged_axes if is_gathered else ()
+    return x.averaged_axes if isinstance(x, ShardedParameter) else ()
 
 
 class ShardedParameter(ArrayBox, eq=False):
@@ -78,6 +77,11 @@ class ShardedParameter(ArrayBox, eq=False):
     shared_names: Names = flax.struct.field(default=(), pytree_node=False)
     padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     comm: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
+
+    @property
+    def averaged_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the gather averages the gradient, beside its own axes."""
+        return self.comm.averaged_axes if self.gather_dims() else ()
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """Gathers the parameter inside `shard_map`; outside, the value is the full array already.

@@ -315,7 +315,11 @@ def _design(
         placement = place(info)
         return len(placement.spec) > 0 or (comm.changes_values and not placement.keep)
 
-    scatters = strategy.scatters_in_backward and not pipeline
+    def is_reduced(info: ParameterInfo) -> bool:
+        placement = place(info)
+        scatters = strategy.scatters_in_backward and placement.state_names is not None
+        return not pipeline and (scatters or placement.mean_in_loop)
+
     traced_model = trace_model(
         name,
         model,
@@ -326,7 +330,7 @@ def _design(
         stored_dtypes=stored_dtypes,
         options=options,
         is_gathered=is_gathered,
-        is_scattered=lambda info: scatters and place(info).state_names is not None,
+        is_reduced=is_reduced,
         gathers_in_loss=strategy.gather_every == "minibatch",
     )
     check_context(name, traced_model, batch, roles)

@@ -42,7 +42,11 @@ from manualpar.core.parameters.placement import (
     state_specs,
     strip_boxes,
 )
-from manualpar.core.parameters.replicated_parameter import ReplicatedParameter, zeros_of_shard
+from manualpar.core.parameters.replicated_parameter import (
+    AveragedParameter,
+    ReplicatedParameter,
+    zeros_of_shard,
+)
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, boxed_axes, is_box
 from manualpar.core.parameters.trainable import combine, is_masked, partition, trained
 from manualpar.core.program.gradient_rounding import GradientRounding
@@ -224,10 +228,18 @@ class Step(Summarized):
         """Divides a replicated parameter if its gradient is scattered where it is used.
 
         The first tree then has zeros in the shape of the gradient's shard, which are
-        differentiated, and the second tree has the parameter.
+        differentiated, and the second tree has the parameter. A parameter whose gradient is
+        averaged where it is used stays in the first tree, in a box.
         """
         if not self.mode.writes_collectives or self.pipeline is not None:
             return boxes, frozen
+
+        def averaged(place: Route, box: Any) -> Any:
+            if not place.is_averaged_in_loop or is_masked(box):
+                return box
+            return AveragedParameter.over(place.mean_axes, box)
+
+        boxes = self._map(averaged, boxes)
 
         def is_divided(place: Route, box: Any, grad_box: Any) -> bool:
             is_scattered = self.strategy.scatters_in_backward and place.in_loop

@@ -1,5 +1,6 @@
-"""ZeRO scatters the gradients of a loop's layers within the loop, where the loss allows it."""
+"""ZeRO scatters the gradients of layers within a loop, and data parallelism averages them there."""
 
+import collections
 import functools
 
 import flax.linen as nn
@@ -9,11 +10,15 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import Batch, assert_same_as_one_device, make_mesh, zero
+from manualpar import Batch, assert_same_as_one_device, data_parallel, make_mesh, zero
+from manualpar.core.parameters import shard_rules
 from manualpar.core.tracing.jaxprs import inner_jaxprs
-from manualpar.models import Split, Transformer
+from manualpar.core.tracing.scopes import REDUCE_SCOPE
+from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.models import Context, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from tests.core.model.nnx.stacks import BATCHES, Stack
+from tests.one_device import slow_unless
 from tests.tiny import loss_fn, square_loss
 
 LAYERS, SIZE = 4, 32
@@ -50,13 +55,20 @@ def penalized(read):
     return loss
 
 
-def build(model, axes, loss=language_model_loss, **options):
+def build(model, axes, loss=language_model_loss, *, builder=zero, **options):
     batch = Batch(inputs=TOKENS, labels=TOKENS)
     if not isinstance(model, Transformer):
         x = np.random.default_rng(1).normal(size=(16, SIZE)).astype(np.float32)
         batch = Batch(inputs=x, labels=np.roll(x, 1))
-    options = {"min_weight_size": 0, "mesh": make_mesh(axes), **options}
-    return zero(model, optax.sgd(0.1), loss, batch=batch, **options), batch
+    options = {"mesh": make_mesh(axes), **options}
+    options |= {"min_weight_size": 0} if builder is zero else {}
+    return builder(model, optax.sgd(0.1), loss, batch=batch, **options), batch
+
+
+@pytest.fixture
+def means_in_loops(monkeypatch):
+    monkeypatch.setattr(shard_rules, "OVERLAPS_MEANS", {"cpu"})
+    monkeypatch.setattr(shard_rules, "MIN_MEAN_SIZE", 0)
 
 
 def scatters(jaxpr, in_loop=False):
@@ -66,6 +78,13 @@ def scatters(jaxpr, in_loop=False):
             yield in_loop
         for _, inner in inner_jaxprs(eqn):
             yield from scatters(inner, in_loop or eqn.primitive.name == "scan")
+
+
+def means(program):
+    """Counts the collectives of means of gradients by how often a step runs each of them."""
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    found = [x for x in of_parameters(trace_collectives(traced)) if x.purpose == REDUCE_SCOPE]
+    return collections.Counter(x.times for x in found)
 
 
 def traced_scatters(program, batch):
@@ -148,3 +167,65 @@ def test_nnx_models_scatter_after_the_loop(devices8, loop):
     assert found
     assert not any(found)
     assert_same_as_one_device(program, BATCHES[0], jax.random.key(0))
+
+
+AVERAGED = {
+    "plain": (MODEL, {"data": 8}, {}),
+    "remat": (MODEL.clone(remat="full"), {"data": 8}, {}),
+    "split layers": (MODEL.clone(split=Split("model")), {"data": 4, "model": 2}, {}),
+    "context": (
+        MODEL.clone(context=Context("context")),
+        {"data": 4, "context": 2},
+        {"context_axis": "context"},
+    ),
+    "two axes": (MODEL, {"a": 2, "b": 4}, {"axis_name": ("a", "b")}),
+    "bfloat16": (MODEL, {"data": 8}, {"gather_dtype": "bfloat16", "reduce_dtype": "float32"}),
+    "codes": (
+        MODEL.clone(hidden_size=64),
+        {"data": 2},
+        {"reduce_code": "int8", "stochastic_rounding": True},
+    ),
+    "frozen": (MODEL, {"data": 8}, {"trainable": ("*/mlp/*", "head")}),
+}
+
+
+@pytest.mark.usefixtures("means_in_loops")
+@pytest.mark.parametrize("case", [slow_unless({("plain",)}, x) for x in AVERAGED])
+def test_gradients_averaged_in_a_loop_are_those_of_one_device(case):
+    model, axes, options = AVERAGED[case]
+    program, batch = build(model, axes, builder=data_parallel, **options)
+    placed = [place for _, place in program.parameters if place.trainable]
+    assert means(program)[LAYERS] >= sum(place.in_loop for place in placed) > 0
+    if case not in ("split layers", "context"):  # These also send activations.
+        traced = program.train_step.trace(program.abstract_state, batch)
+        assert bytes_by_axes(of_parameters(trace_collectives(traced))) == step_bytes(program)
+    rtol = 0.05 if case == "codes" else None
+    assert_same_as_one_device(program, batch, jax.random.key(0), rtol=rtol)
+
+
+@pytest.mark.usefixtures("means_in_loops")
+def test_only_large_layers_are_averaged_in_a_loop(monkeypatch):
+    monkeypatch.setattr(shard_rules, "MIN_MEAN_SIZE", 64 * SIZE)
+    program, _ = build(MODEL, {"data": 8}, builder=data_parallel)
+    averaged = [info for info, place in program.parameters if place.is_averaged_in_loop]
+    assert {info.path.split("/")[1] for info in averaged} == {"mlp"}
+    assert means(program)[LAYERS] == len(averaged)
+
+
+@pytest.mark.usefixtures("means_in_loops")
+@pytest.mark.parametrize(
+    "options",
+    [{"num_minibatches": 2}, {"reduce_code": "int8", "error_feedback": True}, {"mode": "auto"}],
+    ids=["minibatches", "feedback", "auto"],
+)
+def test_gradients_are_averaged_once_a_step_if_a_backward_pass_cannot(options):
+    program, _ = build(MODEL, {"data": 8}, builder=data_parallel, **options)
+    assert not means(program)[LAYERS]
+
+
+@pytest.mark.usefixtures("means_in_loops")
+@pytest.mark.parametrize("read", [lambda params: params, nn.unbox], ids=["leaves", "unboxed"])
+def test_a_loss_may_read_averaged_parameters(read):
+    program, batch = build(Tower(), {"data": 8}, penalized(read), builder=data_parallel)
+    assert bool(means(program)[LAYERS]) == (read is nn.unbox)
+    assert_same_as_one_device(program, batch, jax.random.key(0))
