@@ -133,8 +133,12 @@ class Renderer:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Gives a message's reasoning the names that templates read, as transformers does."""
-    found = [message[name] for name in REASONING if message.get(name) is not None]
+    """Gives a message's reasoning the names that templates read, as transformers does.
+
+    Leaves out fields without a value, such as `"tool_calls": null`, as transformers does.
+    """
+    message = {name: value for name, value in message.items() if value is not None}
+    found = [message[name] for name in REASONING if name in message]
     return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
 
 
