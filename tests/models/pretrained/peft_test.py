@@ -38,6 +38,11 @@ FAMILIES: dict[str, Any] = {
     "llama, rank-stabilized": ("Llama", {}, LAYERS + TABLES, {"use_rslora": True}),
     "qwen3, some layers": ("Qwen3", {"head_dim": 8}, LAYERS, SOME),
     "qwen2, other factors": ("Qwen2", {}, LAYERS, {"alpha_pattern": {"2.self_attn.q_proj": 7}}),
+    "deepseek_v3, latents": (
+        *MODELS["deepseek_v3"],
+        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        {"rank_pattern": {"layers.1.self_attn.kv_b_proj": 4}},
+    ),
     "gemma2, tied": ("Gemma2", GEMMA, LAYERS, {}),
     "mixtral, experts": (
         "Mixtral",
@@ -122,10 +127,10 @@ def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
 
     # Damaged files, and those of another model.
     tensors = load_file(adapters / "adapter_model.safetensors")
-    key = next(key for key in tensors if "layers.1" in key and "q_proj.lora_A" in key)
+    key = min(key for key in tensors if "layers.1.self_attn.q_" in key and "lora_A" in key)
     for change, words in (
-        ({key: tensors[key][:, :5]}, r"q_proj.lora_A.weight has the shape \[\d, 5\]"),
-        ({key: tensors[key][:1]}, r"q_proj.lora_A.weight has the shape \[1, 16\]"),
+        ({key: tensors[key][:, :5]}, r"q_\w+.lora_A.weight has the shape \[\d, 5\]"),
+        ({key: tensors[key][:1]}, r"q_\w+.lora_A.weight has the shape \[1, 16\]"),
         ({"x.lora_magnitude_vector": np.ones((1, 1), np.float32)}, "magnitude_vector is left over"),
         ({"y": np.ones(3, np.float32)}, "has y of float32 with 1 dims, expected matrices"),
     ):
