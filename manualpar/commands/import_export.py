@@ -24,7 +24,12 @@ from manualpar.errors import (
 )
 from manualpar.models.pretrained import export_hf, export_peft, load, load_peft
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
-from manualpar.models.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
+from manualpar.models.pretrained.export import (
+    SHARD_BYTES,
+    TEMPLATES,
+    TOKENIZER_FILES,
+    tokenizer_files,
+)
 from manualpar.system.cluster import FAILED_EXIT_CODE, Cluster, DisagreementError, initialize
 from manualpar.system.cluster.agreement import failing_together
 from manualpar.system.reports.help_text import OneSentenceParser
@@ -272,10 +277,16 @@ def _copy_small_files(source: Path, folder: AnyPath) -> None:
 
     Deletes a file of the same name in `folder` if `source` has no such file.
     """
-    if isinstance(folder, Path):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG_FILE, *TOKENIZER_FILES):
-        if (source / name).exists():
+    old = folder / TEMPLATES
+    if isinstance(old, BucketPath):
+        others = [f"{TEMPLATES}/{name}" for name in old.files()]
+    else:
+        others = [f"{TEMPLATES}/{file.name}" for file in old.glob("*.jinja")]
+    new = [CONFIG_FILE, *tokenizer_files(source)]
+    for name in dict.fromkeys((*new, *TOKENIZER_FILES, *others)):
+        if name in new:
+            if isinstance(folder, Path):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with open_file(source / name, follow_links=True) as file:
                 (folder / name).write_bytes(file.read())
         elif isinstance(folder, BucketPath):  # A failed import may have left such a file.

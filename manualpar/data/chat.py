@@ -9,7 +9,8 @@ token that ends an answer. All other tokens are only inputs. White space that th
 after the end token is an input too.
 
 A chat may have `"tools"`, `"documents"`, and `"chat_template_kwargs"` with other variables of the
-template, as in TRL. A message of the assistant may have `"tool_calls"`.
+template, as in TRL. There `"chat_template"` names one of the tokenizer's templates. A message of
+the assistant may have `"tool_calls"`.
 
 A chat is refused if a message contains the text of a special token, so that no message can insert
 special tokens.
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from manualpar.data.chat_renderer import Span
-from manualpar.data.chat_template import BEGIN, END, ChatTemplate, load_template
+from manualpar.data.chat_template import BEGIN, END, ChatTemplate, load_templates
 from manualpar.data.document_files import DocumentRange, line_error, lines_of
 from manualpar.data.packing import LEARNED
 from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_content
@@ -47,7 +48,7 @@ class ChatEncoder:
         Args:
           tokenizer: Encodes the texts.
           held_out: The fraction of the examples in eval; test has the same fraction.
-          template: The file with the template; "" for the tokenizer's template.
+          template: See `load_templates`.
         """
         self._tokenizer, self._held_out = tokenizer, held_out
         self._template_path = template
@@ -124,7 +125,7 @@ class Chats:
     """Encodes the messages of chats, as examples for training or as prompts."""
 
     def __init__(self, tokenizer: Tokenizer, template: str = "") -> None:
-        """Loads the template from the file `template`; "" for the tokenizer's template.
+        """Loads a template, see `load_templates`.
 
         Raises:
           ValueError: There is no template, or `tokenizer` is the tokenizer of bytes.
@@ -137,7 +138,7 @@ class Chats:
         require("`tokenizer`", "tokenizers")
         import tokenizers
 
-        self._template: ChatTemplate = load_template(template, tokenizer.files)
+        self._templates = load_templates(template, tokenizer.files)
         # Unlike a `FileTokenizer`, this tokenizer encodes the texts of special tokens, which the
         # template writes, as special tokens.
         self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
@@ -145,8 +146,9 @@ class Chats:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
-        self._template.choose_turns({token.content for token in added.values()})
-        self._refused = (*self._special.values(), *sum(self._template.turns or (), ()), BEGIN, END)
+        self._added = {token.content for token in added.values()}
+        # For each template that chats have used, the texts that no message may contain.
+        self._refused: dict[ChatTemplate, tuple[str, ...]] = {}
 
     def prompt(self, chat: Mapping[str, Any]) -> list[int]:
         """Encodes a chat as a prompt, which ends where the assistant begins to write.
@@ -159,8 +161,8 @@ class Chats:
           ValueError: `messages` is not a list of messages. The caller puts the line's number
             before the error's message.
         """
-        messages, given = self._checked(chat)
-        text = self._template.prompt(messages, given)
+        messages, given, template = self._checked(chat)
+        text = template.prompt(messages, given)
         tokens: list[int] = self._encode(text).ids
         return tokens
 
@@ -170,30 +172,32 @@ class Chats:
         The result for a refused chat, which may have no answer to train on, is its error.
         """
         made: list[Any] = [_attempt(self._checked, chat) for chat in chats]
-        good = [number for number, found in enumerate(made) if not isinstance(found, ValueError)]
-        messages, given = ([made[number][part] for number in good] for part in (0, 1))
-        rendered = self._template.render_all(messages, given)
-        for number, answer in zip(good, rendered, strict=True):
-            if isinstance(answer, ValueError):
+        of_template: dict[ChatTemplate, list[int]] = {}
+        for number, found in enumerate(made):
+            if not isinstance(found, ValueError):
+                of_template.setdefault(found[2], []).append(number)
+        for template, numbers in of_template.items():
+            messages, given = ([made[number][part] for number in numbers] for part in (0, 1))
+            for number, answer in zip(numbers, template.render_all(messages, given), strict=True):
                 made[number] = answer
-            else:
-                made[number] = _attempt(self._example, *answer)
+                if not isinstance(answer, ValueError):
+                    made[number] = _attempt(self._example, template, *answer)
         return made
 
-    def _example(self, text: str, spans: Sequence[Span]) -> np.ndarray:
+    def _example(self, template: ChatTemplate, text: str, spans: Sequence[Span]) -> np.ndarray:
         encoding = self._encode(text)
         tokens = np.array(encoding.ids, np.uint32)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         for start, stop in spans:
             inside = (offsets[:, 0] < stop) & (offsets[:, 1] > start)
-            if self._template.has_marks:
+            if template.has_marks:
                 # As transformers: up to the first token of the last character.
                 ends = (offsets[:, 0] < stop) & (offsets[:, 1] >= stop)
                 inside &= np.cumsum(ends) - ends < 1
             if not inside.any():
                 continue
             first, last = np.flatnonzero(inside)[[0, -1]]
-            if not self._template.has_marks:
+            if not template.has_marks:
                 special = [i for i in range(first, last + 1) if encoding.ids[i] in self._special]
                 if special and not text[offsets[special[-1], 1] : stop].strip():
                     last = special[-1]
@@ -209,8 +213,26 @@ class Chats:
         except ValueError as error:
             raise ValueError(f"has a text that the tokenizer cannot encode ({error})") from error
 
-    def _checked(self, chat: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Returns the messages of a line, and the values of the template's other variables."""
+    def _choose(self, given: dict[str, Any]) -> ChatTemplate:
+        """Chooses the template of a chat; takes its name out of the variables."""
+        name = given.pop("chat_template", None)
+        template = self._templates.choose(name, has_tools="tools" in given)
+        if template not in self._refused:
+            template.choose_turns(self._added)
+            turns = sum(template.turns or (), ())
+            self._refused[template] = (*self._special.values(), *turns, BEGIN, END)
+        return template
+
+    def _checked(
+        self, chat: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], ChatTemplate]:
+        """Returns a line's messages, the values of other variables, and the line's template."""
+        given = _variables(chat)
+        template = self._choose(given)
+        for name in ("tools", "documents"):
+            if name in given and not template.mentions(name):
+                raise ValueError(f"has {name}, which the chat's template leaves out")
+        refused = self._refused[template]
         messages = chat["messages"]
         if not isinstance(messages, list) or not messages:
             raise ValueError("has no messages, expected a list of them")
@@ -218,60 +240,68 @@ class Chats:
             fields = message if isinstance(message, dict) else {}
             calls = fields.get("tool_calls")
             if calls is not None:
-                self._check_objects(f"a message {number} whose tool_calls", calls)
+                _check_objects(f"a message {number} whose tool_calls", calls)
             for field in ("role", "content"):
                 value = fields.get(field)
                 if not isinstance(value, str) and not (field == "content" and calls and not value):
                     raise ValueError(
                         f"has a message {number} whose {field} is {_kind(value)}, expected a text"
                     )
-            if calls and not self._template.mentions("tool_calls"):
+            if calls and not template.mentions("tool_calls"):
                 raise ValueError(
                     f"has a message {number} with tool_calls, which the chat's template leaves out"
                 )
             for field, value in fields.items():
-                self._check_texts(f"a message {number} whose {field}", value)
-        given = chat.get("chat_template_kwargs") or {}
-        if not isinstance(given, dict):
-            raise ValueError(f"has chat_template_kwargs {_kind(given)}, expected an object")
-        for name in RESERVED & given.keys():
-            raise ValueError(f"has chat_template_kwargs with {name!r}, which is a field of its own")
-        for name in ("tools", "documents"):
-            value = chat.get(name)
-            if isinstance(value, str):  # As TRL writes tools in columns of texts.
-                try:
-                    value = parse_object(f'{{"{name}": {value}}}')[name]
-                except ValueError as error:
-                    raise ValueError(f"has {name} whose text {error}") from error
-            if value:
-                self._check_objects(name, value)
-                if not self._template.mentions(name):
-                    raise ValueError(f"has {name}, which the chat's template leaves out")
-                given = {**given, name: value}
+                _check_texts(f"a message {number} whose {field}", value, refused)
         for name, value in given.items():
-            self._check_texts(f"a variable {name!r} that", value)
-        return messages, given
+            _check_texts(f"a variable {name!r} that", value, refused)
+        return messages, given, template
 
-    def _check_objects(self, name: str, value: Any) -> None:
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            raise ValueError(f"has {name} that are no list of objects")
 
-    def _check_texts(self, name: str, value: Any) -> None:
-        """Refuses texts anywhere in a JSON value that spell out a special token."""
-        if isinstance(value, str):
-            _utf8(value)
-            for token in self._refused:
-                if token in value:
-                    raise ValueError(
-                        f"has {name} spells out the special token {token!r}, which only a template "
-                        "may write"
-                    )
-        elif isinstance(value, dict):
-            self._check_texts(name, list(value))
-            self._check_texts(name, list(value.values()))
-        elif isinstance(value, list):
-            for each in value:
-                self._check_texts(name, each)
+def _variables(chat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a template's variables in a line; empty tools count as none."""
+    given = chat.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"has chat_template_kwargs {_kind(given)}, expected an object")
+    for name in RESERVED & given.keys():
+        raise ValueError(f"has chat_template_kwargs with {name!r}, which is a field of its own")
+    if not isinstance(given.get("chat_template", ""), str | None):
+        raise ValueError("has a chat_template that is no text, expected a template's name")
+    given = dict(given)
+    for name in ("tools", "documents"):
+        value = chat.get(name)
+        if isinstance(value, str):  # As TRL writes tools in columns of texts.
+            try:
+                value = parse_object(f'{{"{name}": {value}}}')[name]
+            except ValueError as error:
+                raise ValueError(f"has {name} whose text {error}") from error
+        if value:
+            _check_objects(name, value)
+            given[name] = value
+    return given
+
+
+def _check_objects(name: str, value: Any) -> None:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ValueError(f"has {name} that are no list of objects")
+
+
+def _check_texts(name: str, value: Any, refused: Sequence[str]) -> None:
+    """Refuses texts anywhere in a JSON value that spell out a special token."""
+    if isinstance(value, str):
+        _utf8(value)
+        for token in refused:
+            if token in value:
+                raise ValueError(
+                    f"has {name} spells out the special token {token!r}, which only a template "
+                    "may write"
+                )
+    elif isinstance(value, dict):
+        _check_texts(name, list(value), refused)
+        _check_texts(name, list(value.values()), refused)
+    elif isinstance(value, list):
+        for each in value:
+            _check_texts(name, each, refused)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | ValueError:

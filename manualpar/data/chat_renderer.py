@@ -79,9 +79,7 @@ class Renderer:
         text, spans = self._render(messages, given, now), []
         for index, message in enumerate(messages):
             if message.get("role") == "assistant":
-                before = ""
-                if index:
-                    before = self._render(messages[:index], given, now, prompt=True)
+                before = self._before(messages[:index], given, now)
                 is_last = index + 1 == len(messages)
                 after = text if is_last else self._render(messages[: index + 1], given, now)
                 if not (after.startswith(before) and text.startswith(after)):
@@ -92,6 +90,19 @@ class Renderer:
                     )
                 spans.append((len(before), len(after)))
         return text, spans
+
+    def _before(self, messages: Messages, given: dict[str, Any], now: datetime.datetime) -> str:
+        """Renders the messages before a turn of the assistant, and the prompt for the turn."""
+        try:
+            return self._render(messages, given, now, prompt=True)
+        except Refused:
+            if messages:
+                raise
+            raise Refused(
+                "begins with the assistant, and the chat's template cannot render the prompt of an "
+                "empty chat; expected another message first, or a template with {% generation %} "
+                "marks"
+            ) from None
 
     def text(self, chat: Chat) -> Rendered:
         """Renders a chat; returns its text and no spans."""
@@ -133,8 +144,12 @@ class Renderer:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Gives a message's reasoning the names that templates read, as transformers does."""
-    found = [message[name] for name in REASONING if message.get(name) is not None]
+    """Gives a message's reasoning the names that templates read, as transformers does.
+
+    Leaves out fields without a value, such as `"tool_calls": null`, as transformers does.
+    """
+    message = {name: value for name, value in message.items() if value is not None}
+    found = [message[name] for name in REASONING if name in message]
     return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
 
 

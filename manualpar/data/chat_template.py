@@ -15,6 +15,9 @@ For other templates each turn of the assistant is found by two renderings. The f
 messages up to the turn. The second contains the messages before the turn, and the prompt for the
 assistant. The assistant's text is the part of the first rendering that follows the text of the
 second. This fails if a message changes the rendering of earlier messages; then the chat is refused.
+
+A tokenizer may have several templates with names. Each chat gets one of them, by the rule of
+`transformers`, see `ChatTemplates.choose`.
 """
 
 import contextlib
@@ -42,15 +45,17 @@ from manualpar.data.chat_renderer import (
     send_message,
 )
 from manualpar.data.chat_turns import Turns, choose_turns, spans_of
-from manualpar.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, special_tokens
+from manualpar.data.tokenizer import TEMPLATE, TEMPLATES, TOKENIZER_CONFIG, special_tokens
 from manualpar.errors import require
 from manualpar.system.storage import AnyPath, BucketPath, user_path
 from manualpar.system.storage.untrusted import read_file, read_object
 
 # The names of the special tokens that templates can use, as in `tokenizer_config.json`.
 TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+# The names of the templates that chats get by default, without and with tools.
+DEFAULT, TOOL_USE = "default", "tool_use"
 
-__all__ = ["BEGIN", "END", "ChatTemplate", "load_template"]
+__all__ = ["BEGIN", "END", "ChatTemplate", "ChatTemplates", "load_templates"]
 
 
 class ChatTemplate:
@@ -249,53 +254,142 @@ def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
             pipe.close()
 
 
-def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
-    """Loads a template from a file, or from the tokenizer's directory.
+class ChatTemplates:
+    """The templates of a tokenizer, or one template of a file, for all chats.
+
+    Attributes:
+      chosen: The text of the template for chats that name none; "" if their tools decide.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, tuple[str, str]],
+        tokens: Mapping[str, str],
+        chosen: tuple[str, str] | None = None,
+    ) -> None:
+        """Compiles the template that most chats need; the others when a chat needs them.
+
+        Args:
+          named: Maps names to templates; a template is its text, and its place for messages.
+          tokens: See `ChatTemplate`.
+          chosen: The template for chats that name none. By default their tools decide.
+
+        Raises:
+          ValueError: The template is no Jinja template.
+        """
+        self._named, self._tokens = dict(named), dict(tokens)
+        self._compiled: dict[tuple[str, str], ChatTemplate] = {}
+        self._chosen = chosen
+        self.chosen = chosen[0] if chosen else ""
+        if most := chosen or self._named.get(DEFAULT):
+            self._compile(most)
+
+    def choose(self, name: str | None, *, has_tools: bool) -> ChatTemplate:
+        """Chooses a chat's template as `get_chat_template` of transformers does.
+
+        It is the template that the chat names; or the one that the user chose; or `tool_use` for a
+        chat with tools, if there is such a template; or `default`.
+
+        Raises:
+          ValueError: There is no such template, or it is no Jinja template.
+        """
+        names = ", ".join(map(repr, sorted(self._named))) or "none has a name"
+        if name is not None:
+            if name not in self._named:
+                raise ValueError(
+                    f"names the chat template {name!r}, expected one of the tokenizer's templates: "
+                    f"{names}"
+                )
+            return self._compile(self._named[name])
+        if self._chosen:
+            return self._compile(self._chosen)
+        for by_default in [TOOL_USE] * has_tools + [DEFAULT]:
+            if by_default in self._named:
+                return self._compile(self._named[by_default])
+        raise ValueError(
+            f"names no chat template, and none of the tokenizer's templates is called {DEFAULT!r}; "
+            f"expected `template` to be one of {names}"
+        )
+
+    def _compile(self, template: tuple[str, str]) -> ChatTemplate:
+        if template not in self._compiled:
+            source, place = template
+            try:
+                self._compiled[template] = ChatTemplate(source, self._tokens, place)
+            except ValueError as error:
+                raise ValueError(f"{place}: the chat_template {error}") from error
+        return self._compiled[template]
+
+
+def load_templates(template: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplates:
+    """Loads a template from a file, or the templates from the tokenizer's directory.
 
     Args:
-      path: The file with the template; "" for the tokenizer's template.
+      template: The name of one of the tokenizer's templates; or a file with a template; or "" for
+        the tokenizer's templates.
       tokenizer: The tokenizer's files.
 
     Raises:
       ValueError: There is no template, or the text of the file is not a Jinja template.
     """
-    source, tokens, place = "", {}, path
+    tokens: dict[str, str] = {}
+    config: Any = None
+    place, files = "", {}
     for file in tokenizer:
         if file.name == TOKENIZER_CONFIG:
             fields = read_object(file, follow_links=True)
-            source, tokens = _template_of(fields), special_tokens(fields, TOKENS)
-            place = path or str(file)
-        elif file.name == TEMPLATE:
-            source = _read(file, f"`tokenizer`: {file}")
-            place = path or str(file)
-    if path:
-        source = _read(user_path(path), f"`template` is {path!r}, which")
-    if not source:
+            config, place = fields.get("chat_template"), str(file)
+            tokens = special_tokens(fields, TOKENS)
+        elif file.name == TEMPLATE or file.parent.name == TEMPLATES:
+            name = DEFAULT if file.name == TEMPLATE else file.stem
+            files[name] = (_read(file, f"`tokenizer`: {file}"), str(file))
+    named, chosen = files or _named(config, place), None
+    # The template of a tokenizer with only one has no name, as in transformers.
+    if list(files) == [DEFAULT]:
+        named, chosen = {}, files[DEFAULT]
+    elif not files and isinstance(config, str) and config:
+        chosen = config, place
+    if template in named:
+        chosen = named[template]
+    elif template:
+        names = ", ".join(map(repr, named))
+        also = f" (and the tokenizer's templates are {names})" if named else ""
+        chosen = _read(user_path(template), f"`template` is {template!r}, which", also), template
+    if not chosen and not named:
         raise ValueError(
             "`template` is '', and `tokenizer` has no chat_template; expected "
             "a file with a Jinja template, or the directory of a model whose tokenizer_config.json "
             "has a chat_template."
         )
     try:
-        return ChatTemplate(source, tokens, place)
+        return ChatTemplates(named, tokens, chosen)
     except ValueError as error:
-        named = f"`template` is {path!r}, which" if path else f"{place}: the chat_template"
-        raise ValueError(f"{named} {error}.") from error
+        said = str(error).removeprefix(f"{template}: the chat_template ")
+        raise ValueError(
+            f"{error}." if said == str(error) else f"`template` is {template!r}, which {said}."
+        ) from error
 
 
-def _template_of(fields: Mapping[str, Any]) -> str:
-    """Returns the template in a `tokenizer_config.json`; the default if there are several."""
-    found = fields.get("chat_template")
-    if isinstance(found, list):
-        named = {each.get("name"): each for each in found if isinstance(each, dict)}
-        found = named.get("default", {}).get("template")
-    return found if isinstance(found, str) else ""
+def _named(config: Any, place: str) -> dict[str, tuple[str, str]]:
+    """Returns the templates with names in the field `chat_template` of a tokenizer's config."""
+    if isinstance(config, list):
+        each = [one for one in config if isinstance(one, dict)]
+        config = {one.get("name"): one.get("template") for one in each}
+    if not isinstance(config, dict):
+        return {}
+    return {
+        name: (source, place)
+        for name, source in config.items()
+        if isinstance(name, str) and isinstance(source, str)
+    }
 
 
-def _read(path: AnyPath, named: str) -> str:
+def _read(path: AnyPath, named: str, also: str = "") -> str:
     try:
         if isinstance(path, BucketPath):
             return path.read_bytes().decode()
         return read_file(path, follow_links=True).decode()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{named} cannot be read ({error}); expected a Jinja template.") from error
+        raise ValueError(
+            f"{named} cannot be read ({error}); expected a Jinja template{also}."
+        ) from error

@@ -54,7 +54,8 @@ def preference_examples(
       pairs: Mappings with `prompt`, `chosen` and `rejected`.
       tokenizer: The model's tokenizer, from `load_tokenizer`.
       sequence_length: The number of positions, `S`, to which sequences are padded.
-      template: The file of a chat template; "" for the tokenizer's template.
+      template: The file of a chat template, or the name of one of the tokenizer's templates; "" for
+        the tokenizer's template.
 
     Returns:
       The examples. Only labels of the answers are learned, from the first token in which the two

@@ -99,7 +99,8 @@ def load_dataset(
         to which the files are copied.
       mixture: The entries of the source `mixture`, each a string `WEIGHT SOURCE PATH`; see
         `manualpar.data.mixture`.
-      template: For `chat`, the file with the template; "" for the tokenizer's template.
+      template: For `chat`, the file with the template, or the name of one of the tokenizer's
+        templates; "" for the tokenizer's template.
       long_examples: The treatment of examples of `chat` that are longer than a sequence: `"error"`
         refuses them, `"cut"` cuts them, and `"drop"` leaves them out; see
         `manualpar.data.packing.pack`.

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from manualpar.data.chat import ChatEncoder
-from manualpar.data.chat_template import load_template
+from manualpar.data.chat_template import load_templates
 from manualpar.data.dataset import SPLITS, make_fingerprint
 from manualpar.data.document_files import PART_BYTES, DocumentRange, divide, find_document_files
 from manualpar.data.places import state_of
@@ -46,11 +46,12 @@ from manualpar.data.tokens import (
     read_description,
 )
 from manualpar.system.reports.progress_bars import bytes_bar
-from manualpar.system.storage import AnyPath, BucketPath, user_cache, user_path, writing_cache
+from manualpar.system.storage import AnyPath, BucketPath, user_cache, writing_cache
 from manualpar.system.storage.untrusted import read_object
 
 HELD_OUT = 0.02
 PARTS, JOB, LOCK = "parts", "job.json", "lock"
+CHATS = 2  # Larger each time that equal chats become other tokens.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Job:
       held_out: The fraction of the documents in eval; test has the same fraction.
       key: A hash of everything on which the result depends.
       is_chat: Whether the source is `chat`, see `manualpar.data.chat`.
-      template: The file with the template of a chat; "" for the tokenizer's template.
+      template: The chat template, see `load_templates`.
     """
 
     parts: tuple[DocumentRange | TextPart, ...]
@@ -143,11 +144,11 @@ def make_job(
     encoder = load_tokenizer(tokenizer)
     settings: list[Any] = [VERSION, PART_BYTES, encoder.fingerprint, field, held_out]
     if source == "chat":
+        settings.append(CHATS)
+        texts = [file.read_bytes() for file in encoder.files]
         if template:
-            load_template(template, encoder.files)
-        named = [user_path(template)] if template else []
-        for file in (*encoder.files, *named):
-            settings.append(hashlib.blake2b(file.read_bytes()).hexdigest())
+            texts.append(load_templates(template, encoder.files).chosen.encode())
+        settings += [hashlib.blake2b(text).hexdigest() for text in texts]
     key = make_fingerprint(settings, source, files_key, len(parts))
     return Job(tuple(parts), tokenizer, held_out, key, source == "chat", template)
 
@@ -290,8 +291,10 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
             _concatenate(lengths_file(joined), list(map(lengths_file, sources)), b"", digest)
         tokens = total["tokens"] + bool(end)
         splits[split] = TokenFile(tokens, size, total["documents"], digest.hexdigest())
-    names = [TOKENIZER, *(file.name for file in tokenizer.files[1:])]
+    folder = tokenizer.files[0].parent if tokenizer.files else directory
+    names = [TOKENIZER, *(str(file.relative_to(folder)) for file in tokenizer.files[1:])]
     for name, path in zip(names, tokenizer.files, strict=False):
+        (directory / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, directory / name)
     written = TokenFiles(
         version=VERSION,

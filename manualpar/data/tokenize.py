@@ -56,7 +56,8 @@ def write_token_files(
       field: The field with the text; see `manualpar.data.document_files.DocumentRange`.
       held_out: The fraction of the documents in eval; test has the same fraction. For `text` these
         fractions are fixed.
-      template: The file with the chat template; "" for the tokenizer's template.
+      template: The name of one of the tokenizer's chat templates, or a file with a template; "" for
+        the tokenizer's template.
       processes: The number of processes that make tokens.
 
     Raises:
@@ -107,7 +108,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--template",
         default="",
-        help="For chat, a file with the template; by default, the tokenizer's template.",
+        help="For chat, a file with the template, or the name of one of the tokenizer's "
+        "templates; by default, the tokenizer's template.",
     )
     parser.add_argument(
         "--processes",

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TEMPLATE = "chat_template.jinja"
+# The chat template, and the folder of those with other names than `default`: `NAME.jinja`.
+TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 # Possible names of BOS, the token that begins documents. The first name in the vocabulary is used.
 BOS_NAMES = (
     "<|begin_of_text|>",
@@ -140,21 +141,25 @@ def load_tokenizer(path: str) -> Tokenizer:
     expected = "expected the tokenizer.json of a Hugging Face tokenizer, or '' for bytes"
     place = user_path(path)
     if isinstance(place, BucketPath):
-        place = copied_files(place, (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE))
+        others = [f"{TEMPLATES}/{name}" for name in (place / TEMPLATES).files()]
+        place = copied_files(place, (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, *others))
     file = place
     files: tuple[pathlib.Path, ...] = ()
+    has_config = False
     named: dict[str, str] = {}
     if os.path.isdir(file):
         directory, file = file, file / TOKENIZER
-        if os.path.isfile(directory / TOKENIZER_CONFIG):
-            names = (TOKENIZER_CONFIG, TEMPLATE)
-            files = tuple(directory / name for name in names if os.path.isfile(directory / name))
+        names = (TOKENIZER_CONFIG, TEMPLATE)
+        files = tuple(directory / name for name in names if os.path.isfile(directory / name))
+        files += tuple(sorted((directory / TEMPLATES).glob("*.jinja")))
+        if has_config := os.path.isfile(directory / TOKENIZER_CONFIG):
             try:
                 named = special_tokens(read_object(files[0], follow_links=True))
             except (OSError, ValueError) as error:
                 raise refuse(f"has a {TOKENIZER_CONFIG} that {error}") from error
     if not os.path.isfile(file):
-        raise refuse(f"is no file; {expected}" if not files else f"lacks {TOKENIZER}; {expected}")
+        what = f"lacks {TOKENIZER}" if has_config else "is no file"
+        raise refuse(f"{what}; {expected}")
     require("`tokenizer`", "tokenizers")
     import tokenizers
 
@@ -190,7 +195,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         digest.update(f"{bos_token} {end_token}".encode())
     # A tokenizer with a `tokenizer_config.json` adds BOS itself if prompts must begin with BOS.
     try:
-        begins = not files or guarded(lambda: tokenizer.encode("a")).ids[:1] == [bos_token]
+        begins = not has_config or guarded(lambda: tokenizer.encode("a")).ids[:1] == [bos_token]
     except ValueError as error:
         raise refuse(f"cannot encode a text ({error}); {expected}") from error
     return FileTokenizer(

@@ -78,18 +78,18 @@ class LatentAttention(nn.Module):
             return jnp.concatenate([still, turned], axis=-1)
 
         if latent.query_rank:
-            compressed = _Compress(config, latent.query_rank, name="query_latent")(x_BSD)
+            compressed = Compress(config, latent.query_rank, name="query_latent")(x_BSD)
             normed = _latent_norm("query_latent_norm", config)(compressed)
             of_query, into = enter(normed, *where), latent.query_rank
         else:
             of_query, into = enter(x_BSD, *where), D
         query = make_product(config, (into, N, H), (None, "heads", None), name="query")
         query_BSNH = turn(query(of_query))
-        compressed = _Compress(config, R + P, name="latent")(x_BSD)
+        compressed = Compress(config, R + P, name="latent")(x_BSD)
         normed = _latent_norm("latent_norm", config)(compressed[..., :R])
         own_BS1L = jnp.concatenate([normed, compressed[..., R:]], axis=-1)[:, :, None]
         latent_BS1L = turn(enter(own_BS1L, *where))
-        expand_RNH = _Expand(config, (R, N, H - P + V), name="expand")()
+        expand_RNH = Expand(config, (R, N, H - P + V), name="expand")()
         scale = how.scale or H**-0.5
         if isinstance(rows, Past):
             of_keys, of_values = jnp.split(expand_RNH, [H - P], axis=-1)
@@ -128,7 +128,7 @@ class LatentAttention(nn.Module):
         return result
 
 
-class _Compress(nn.Module):
+class Compress(nn.Module):
     """A product with a kernel that every device has in full, of this device's positions."""
 
     config: LayerConfig
@@ -136,6 +136,7 @@ class _Compress(nn.Module):
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Multiplies the normalized residual stream, `[B, S, D]`, by the kernel."""
         config = self.config
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
         init = marked(init, ("embed", None), annotate=config.annotate)
@@ -145,7 +146,7 @@ class _Compress(nn.Module):
         return jnp.matmul(x_BSD, kernel.astype(config.dtype))
 
 
-class _Expand(nn.Module):
+class Expand(nn.Module):
     """The kernel that makes keys and values of this device's heads from a latent."""
 
     config: LayerConfig
@@ -153,6 +154,7 @@ class _Expand(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
+        """Returns the kernel, in the dtype of the layer."""
         config, names = self.config, (None, "heads", None)
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", (0,), (1, 2))
         init = marked(init, names, annotate=config.annotate)

@@ -65,7 +65,7 @@ class Trained(NamedTuple):
       max_length: The number of tokens in a training sequence; 0 if it is not known.
       dataset: The data of the run; `None` for a Hugging Face model.
       described: A few words on where the model was loaded from.
-      template: The file of the chat template; "" for the tokenizer's template.
+      template: The file or the name of the chat template; "" for the tokenizer's template.
     """
 
     program: Program

@@ -105,7 +105,7 @@ def test_of_several_turns_all_are_learned_though_the_last_is_written_otherwise(t
 def test_a_family_is_chosen_only_where_probes_agree(tmp_path):
     def turns(template, special=CHATML_TOKENS):
         directory = write_chat_tokenizer(tmp_path / "t", template, special)
-        return Chats(load_tokenizer(directory))._template.turns
+        return Chats(load_tokenizer(directory))._choose({}).turns
 
     found = turns(without_marks(NEMOTRON))
     assert found.begins == ("<|im_start|>assistant\n", "<|im_start|>assistant")

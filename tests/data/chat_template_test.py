@@ -115,6 +115,15 @@ def test_a_chat_has_one_time_and_no_tools():
     assert found[2:] == ["True", "True", "Falseuser: a"]
 
 
+def test_a_first_turn_of_the_assistant_begins_after_its_prompt():
+    chat = [CHAT[1], *CHAT]
+    source = f"Be short.\n{PLAIN}{{% if add_generation_prompt %}}assistant: {{% endif %}}"
+    text, spans = ChatTemplate(source, {}).render(chat)
+    assert [text[start:stop] for start, stop in spans] == ["b\n"] * 2
+    with pytest.raises(ValueError, match="begins with the assistant, and the chat's template cann"):
+        ChatTemplate("{{ messages[0].role }}" + source, {}).render(chat)
+
+
 def test_rendering_is_quick():
     template = ChatTemplate(PLAIN, {})
     template.render(CHAT)

@@ -41,6 +41,59 @@ def test_the_assistants_words_and_their_end_are_learned(tmp_path, template):
     assert tokenizer.end_token == raw.token_to_id("<|im_end|>")
 
 
+def test_a_name_chooses_a_template_of_several(tmp_path):
+    named = {"default": CHATML, "tool_use": "{# tools #}called " + CHATML, "rag": "read " + CHATML}
+    listed = [{"name": name, "template": source} for name, source in named.items()]
+    directory = write_chat_tokenizer(tmp_path / "t", listed)
+    raw = tokenizers.Tokenizer.from_file(f"{directory}/tokenizer.json")
+
+    def begin(template="", **fields):
+        line = {"messages": CHAT, **fields}
+        example = ChatEncoder(load_tokenizer(directory), 0.1, template).example(line)
+        text = raw.decode(tokens_of(example).tolist(), skip_special_tokens=False)
+        return text.split("<|im_start|>")[0]
+
+    tools, named_rag = [{"name": "look"}], {"chat_template": "rag"}
+    assert begin() == begin(tools=[]) == begin("default") == ""
+    assert begin(tools=tools) == begin("tool_use") == "called"
+    assert begin("rag") == begin(chat_template_kwargs=named_rag) == "read"
+    assert begin(tools=tools, chat_template_kwargs={"chat_template": "tool_use"}) == "called"
+    file = _write_text(tmp_path / "file.jinja", "file " + CHATML)
+    assert begin(file) == "file"
+    path = _write(tmp_path / "chats.jsonl", _chats())
+    made = [
+        write_token_files(
+            path, str(tmp_path / f"made{name}"), source="chat", tokenizer=directory, template=name
+        )
+        for name in ("", "rag")
+    ]
+    assert made[0].splits["train"].blake2b != made[1].splits["train"].blake2b
+    for template, line, said in (
+        ("none", {}, "is 'none', which cannot be read .* templates are 'default', 'tool_use', "),
+        ("", {"chat_template_kwargs": {"chat_template": "none"}}, "names the chat template 'none'"),
+        ("rag", {"tools": tools}, "has tools, which the chat's template leaves out"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            begin(template, **line)
+
+
+def test_templates_in_files_go_with_the_tokens(tmp_path):
+    directory = tmp_path / "t"
+    write_chat_tokenizer(directory, "")
+    others = directory / "additional_chat_templates"
+    others.mkdir()
+    (others / "rag.jinja").write_text("read " + CHATML)
+    options = {"source": "chat", "tokenizer": str(directory), "template": "rag"}
+    write_token_files(_write(tmp_path / "c.jsonl", _chats()), str(tmp_path / "tokens"), **options)
+    copied = load_tokenizer(str(tmp_path / "tokens"))
+    line = {"messages": CHAT}
+    first, second = (
+        ChatEncoder(tokenizer, 0.1, "rag").example(line)
+        for tokenizer in (load_tokenizer(str(directory)), copied)
+    )
+    np.testing.assert_array_equal(first, second)
+
+
 def test_a_completion_and_the_token_that_ends_it_are_learned(tmp_path):
     line = {"prompt": "What <|im_end|>?", "completion": "It is"}
     tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", ""))

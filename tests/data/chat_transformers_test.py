@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from manualpar.data import load_tokenizer
-from manualpar.data.chat import ChatEncoder
+from manualpar.data.chat import ChatEncoder, Chats
 from manualpar.data.packing import learned_of, tokens_of
 from tests.data.chats import CHAT, CHATML, MARKED, write_chat_tokenizer
 
@@ -110,3 +110,68 @@ def test_a_saved_tokenizer_of_transformers_is_read_as_it_is(tmp_path):
     line = {"messages": CHAT}
     examples = [ChatEncoder(tokenizer, 0.1).example(line) for tokenizer in (first, second)]
     np.testing.assert_array_equal(*examples)
+
+
+def _write_named(folder, names, form):
+    """Writes a tokenizer with templates that begin with their names, in a form of transformers."""
+    sources = {name: f"{name} {{{{ tools | tojson }}}}" + CHATML for name in names}
+    listed = [{"name": name, "template": source} for name, source in sources.items()]
+    if form == "list":
+        return write_chat_tokenizer(folder, listed)
+    if form == "object":
+        return write_chat_tokenizer(folder, sources)
+    # Files hide the templates of the config.
+    directory = write_chat_tokenizer(folder, [{"name": "rag", "template": "hidden"}])
+    for name, source in sources.items():
+        file = folder / "additional_chat_templates" / f"{name}.jinja"
+        if name == "default":
+            file = folder / "chat_template.jinja"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(source)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["list", "object", "files"])
+@pytest.mark.parametrize(
+    "names", [("default", "tool_use", "rag"), ("rag", "tool_use"), ("rag", "default"), ("default",)]
+)
+def test_of_several_templates_a_chat_gets_the_one_that_transformers_chooses(tmp_path, form, names):
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[interop]'")
+    directory = _write_named(tmp_path / "t", names, form)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    plain, tools = {"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "look"}]}
+    begins = set()
+    for name in (None, *names):
+        if name and isinstance(theirs.chat_template, str):
+            continue  # To transformers a name is the text of a template then.
+        of_all = Chats(load_tokenizer(directory), name or "")
+        of_line = Chats(load_tokenizer(directory))
+        for line in (plain, tools):
+            given = {"chat_template_kwargs": {"chat_template": name}} if name else {}
+            made = [(of_all, line), (of_line, line | given)]
+            options = {"tools": line.get("tools"), "chat_template": name, "return_dict": False}
+            if not name and "default" not in names and line is plain:
+                with pytest.raises(ValueError, match="multiple chat templates with no default"):
+                    theirs.apply_chat_template(CHAT, **options)
+                for chats, of_this in made:
+                    with pytest.raises(ValueError, match=f"to be one of '{min(names)}'"):
+                        chats.prompt(of_this)
+                continue
+            expected = theirs.apply_chat_template(CHAT, **options)
+            begins.add(theirs.decode(expected).split()[0])
+            for chats, of_this in made:
+                (example,) = chats.examples([of_this])
+                assert tokens_of(example).tolist() == expected
+    assert begins >= set(names)
+
+
+@pytest.mark.slow
+def test_fields_without_a_value_are_left_out_as_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[interop]'")
+    source = "{% for m in messages %}{{ m.keys() | list }}{{ m.tool_calls }}{% endfor %}" + CHATML
+    directory = write_chat_tokenizer(tmp_path / "t", source)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    chat = [CHAT[1] | {"name": None}, CHAT[2] | {"tool_calls": None, "thinking": None}]
+    expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert Chats(load_tokenizer(directory)).prompt({"messages": chat}) == expected

@@ -31,7 +31,7 @@ TEXT = " ".join(message["content"] for message in CHAT)
 
 
 def write_chat_tokenizer(
-    directory, template: str = CHATML, special: tuple[str, ...] = SPECIAL, **config
+    directory, template: object = CHATML, special: tuple[str, ...] = SPECIAL, **config
 ) -> str:
     """Writes a tokenizer as a model's directory has it."""
     directory.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ import pytest
 
 from manualpar.data import load_tokenizer
 from manualpar.data.chat import ChatEncoder, Chats
-from manualpar.data.chat_template import ChatTemplate, load_template
+from manualpar.data.chat_template import ChatTemplate, load_templates
 from manualpar.data.dataset import DamagedDataError
 from manualpar.data.sources import load_dataset
 from tests.data.chats import CHAT, CHATML, write_chat_tokenizer
@@ -63,7 +63,7 @@ def load_chats_and(line):
 
 def ask_template_of_a_file(source):
     (HERE / "t.jinja").write_text(source)
-    load_template(str(HERE / "t.jinja"), []).prompt(CHAT)
+    load_templates(str(HERE / "t.jinja"), []).choose(None, has_tools=False).prompt(CHAT)
 
 
 def ask_template_of_a_tokenizer(source):

@@ -65,9 +65,9 @@ def lora(
       targets: Maps a glob on module paths, such as `"*/attention/query"`, to the rank of these
         modules' adapters. `*` stands for any characters, including slashes. A glob may also match
         the path of a module's kernel. The modules must be `SplitDense`, `nn.Dense`,
-        `nn.DenseGeneral` or `nn.Einsum`. Modules without a kernel, such as norms, are left alone.
-        Other parameters get an adapter if a glob ends with their name: `"embedding"`, `"head"` or
-        `"*/experts/up"`.
+        `nn.DenseGeneral`, `nn.Einsum`, or the parts of latent attention. Modules without a kernel,
+        such as norms, are left alone. Other parameters get an adapter if a glob ends with their
+        name: `"embedding"`, `"head"` or `"*/experts/up"`.
       alpha: An adapter's product is multiplied by `alpha / rank`.
       rank_stabilized: Whether the product is multiplied by `alpha / sqrt(rank)` instead (rsLoRA,
         https://arxiv.org/abs/2312.03732).
@@ -263,7 +263,8 @@ class LoRAInterface(WrappingInterface):
             return y
         a, b = (nn.unbox(module.get_variable("params", name)) for name in (DOWN, UP))
         scale = self.low_rank.scale(b.shape[0])
-        return add_low_rank(module, _first(args, kwargs), y, a, b, scale)
+        first = next(iter([*args, *kwargs.values()]), None)
+        return add_low_rank(module, first, y, a, b, scale)
 
 
 def _key(rngs: Any) -> jax.Array:
@@ -358,7 +359,3 @@ def _computes(context: Any) -> bool:
     module, method = context.module, context.method_name
     is_lifted = type(module).__module__ == "flax.linen.transforms" and method in vars(type(module))
     return module.scope is not None and method == "__call__" and not is_lifted
-
-
-def _first(args: Any, kwargs: Any) -> Any:
-    return [*args, *kwargs.values()][0]

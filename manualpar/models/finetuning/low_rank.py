@@ -10,6 +10,9 @@ kernel. `a` has the input dims and then `r`; `b` has `r` and then the output dim
 in a column-parallel layer, and `a` in a row-parallel layer, each along the dim along which the
 kernel is sharded.
 
+The kernel that expands the latents of attention multiplies latents or queries, see
+`manualpar.models.latent_attention`. So the product `a b` is added to this kernel itself.
+
 Invariants: an adapter computes in the dtype of its layer. A layer that cannot have an adapter is
 refused, and the message gives the reason.
 
@@ -25,6 +28,7 @@ from flax.linen.dtypes import promote_dtype
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.layers import SplitDense, leave
 from manualpar.layers.ring import gather_matmul, matmul_scatter
+from manualpar.models.latent_attention import Compress, Expand
 
 ADAPTED_LAYERS = "SplitDense, nn.Dense, nn.DenseGeneral or nn.Einsum"
 
@@ -39,7 +43,7 @@ def input_dims(module: nn.Module) -> int:
     kind = _kind_of(module)
     if kind is SplitDense:
         return int(module.contracted)
-    if kind is nn.Dense:
+    if kind in (nn.Dense, Compress, Expand):
         return 1
     if kind is nn.DenseGeneral:
         if module.batch_dims:
@@ -70,7 +74,8 @@ def add_low_rank(
 
     Args:
       module: The layer.
-      x: The layer's input; for a column-parallel layer the result of `enter` or `enter_ring`.
+      x: The layer's input; for a column-parallel layer the result of `enter` or `enter_ring`; not
+        used for `Expand`, which has none.
       y: The layer's result.
       a: `[..., r]`; the first dims are the kernel's input dims, or this device's shard of them.
       b: `[r, ...]`; the last dims are the kernel's output dims, or this device's shard of them.
@@ -84,11 +89,16 @@ def add_low_rank(
       the product `x a`, which has only `r` features.
     """
     kind, inputs = _kind_of(module), a.ndim - 1
+    if kind is Expand:
+        x = ()
     parts, structure = jax.tree.flatten(x)
-    *parts, a, b = promote_dtype(*parts, a, b, dtype=module.dtype)
+    dtype = module.config.dtype if kind in (Compress, Expand) else module.dtype
+    *parts, a, b = promote_dtype(*parts, a, b, dtype=dtype)
     x = jax.tree.unflatten(structure, parts)
     if kind is SplitDense:
         low = _split_product(module, x, a, y)
+    elif kind is Expand:
+        low = a
     elif kind is nn.Einsum:
         terms = _einsum_terms(module)
         dims = [terms[0].index(name) - len(terms[0]) for name in terms[1][:inputs]]
@@ -119,7 +129,7 @@ def _contract(x: jax.Array, a: jax.Array, dims: Any) -> jax.Array:
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     """Returns the supported class whose `__call__` the module uses; `None` for other modules."""
-    kinds = (SplitDense, nn.Dense, nn.DenseGeneral, nn.Einsum)
+    kinds = (SplitDense, nn.Dense, nn.DenseGeneral, nn.Einsum, Compress, Expand)
     return next((kind for kind in kinds if type(module).__call__ is kind.__call__), None)
 
 

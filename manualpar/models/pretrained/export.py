@@ -62,6 +62,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+TEMPLATES = "additional_chat_templates"  # The folder of chat templates with names.
 
 
 def export_hf(
@@ -283,7 +284,7 @@ def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, 
     """Returns the files to copy; the keys are their names in the export."""
     extras = {}
     if source is not None:
-        extras = {name: source / name for name in TOKENIZER_FILES if (source / name).exists()}
+        extras = {name: source / name for name in tokenizer_files(source)}
     if tokenizer is not None:
         extras["tokenizer.json"] = local_path(tokenizer, "export_hf: tokenizer")
     for path in extras.values():
@@ -292,6 +293,13 @@ def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, 
         except OSError as error:
             raise ValueError(f"export_hf: {path} cannot be copied ({error}).") from None
     return extras
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Returns the files of a model's tokenizer and its chat templates, relative to `folder`."""
+    found = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+    others = sorted((folder / TEMPLATES).glob("*.jinja"))
+    return found + [f"{TEMPLATES}/{file.name}" for file in others]
 
 
 def _write_rest(

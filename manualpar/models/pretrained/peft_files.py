@@ -3,7 +3,8 @@
 A directory has `adapter_config.json` and `adapter_model.safetensors`, with two matrices for each
 adapted module of the model in transformers: `lora_A` `[r, in]` and `lora_B` `[out, r]`, or
 `lora_embedding_A` and `lora_embedding_B` for an embedding. `peft_places` finds the module of each
-of our parameters, and `peft_experts` converts the adapters of fused experts.
+of our parameters, `peft_fused` converts the adapters of fused weights, and `peft_experts` those of
+fused experts.
 
 The tensors decide which modules have an adapter, and its rank. Modules of stacked layers may
 differ: adapters are padded with zeros to the largest rank of the stack, and a layer without an
@@ -15,7 +16,7 @@ Everything else that peft can write changes the model in other ways and is refus
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,19 @@ from manualpar.models.pretrained.architecture import read_architecture
 from manualpar.models.pretrained.directory import CONFIG_FILE as MODEL_CONFIG_FILE
 from manualpar.models.pretrained.peft_config import PeftConfig, peft_config, read_peft_config
 from manualpar.models.pretrained.peft_experts import (
-    is_fused,
     join_experts,
     modules_of_experts,
     split_experts,
     weights_to_name,
 )
-from manualpar.models.pretrained.peft_places import PREFIX, Place, find_places, may_have_place
+from manualpar.models.pretrained.peft_fused import fused_modules, join_fused, split_fused
+from manualpar.models.pretrained.peft_places import (
+    PREFIX,
+    Place,
+    find_family,
+    find_places,
+    may_have_place,
+)
 from manualpar.models.pretrained.sources import transformer_of
 from manualpar.models.pretrained.tensor_bytes import DTYPES, read_header, read_slice
 from manualpar.system.storage import GivenPath, local_path
@@ -101,7 +108,7 @@ def export_peft(
     target = new_folder("export_peft", directory)
     is_directory = bool(base) and (Path(base) / MODEL_CONFIG_FILE).is_file()
     family = read_architecture(base).family if is_directory else ""
-    places, experts = _places_of(program, family)
+    places, of_model = _places_of(program, family)
     vocab_size = transformer_of(program).vocab_size
     values: dict[str, np.ndarray] = {}
     for path, own in read_adapters("export_peft", program, state).items():
@@ -111,8 +118,9 @@ def export_peft(
             if "V" in (dims := place.dims(part)[0]):
                 one = np.take(one, range(vocab_size), axis=dims.index("V") + (part == UP))
             values[place.names[part == UP]] = place.to_peft(part, one)
-    fused = join_experts(values, experts, model.scale)
-    ranks = {
+    fused = join_experts(values, modules_of_experts(of_model), model.scale)
+    ranks = join_fused(values, fused_modules(of_model), model.scale)
+    ranks |= {
         place.module: len(values[place.names[0]])
         for of_path in places.values()
         for place in of_path
@@ -165,18 +173,19 @@ def lora_of_peft(model: Any, directory: GivenPath) -> LowRankModel:
         variables = jax.eval_shape(lambda x: base.init(jax.random.key(0), x), tokens)
     params = flatten_dict(nn.meta.unbox(variables["params"]), sep="/")
     shapes = {path: x.shape for path, x in params.items()}
-    places = find_places(base, shapes, [path for path in shapes if may_have_place(path)])
-    config, tensors, wrong = _read_adapters(source, modules_of_experts(places))
+    config, tensors = read_peft_config(source / CONFIG_FILE), _read(source)
+    family = find_family(base, shapes, tensors)
+    places = find_places(base, shapes, list(filter(may_have_place, shapes)), family=family)
+    wrong = _split_adapters(tensors, config, places)
     targets: dict[str, int] = {}
     for path, of_path in places.items():
         found = [tensors[place.names[0]] for place in of_path if place.names[0] in tensors]
-        if found:
-            targets[path.removesuffix("/kernel")] = max(x.shape[0] for x in found)
+        if rank := max((len(x) for x in found), default=0):
+            targets[path.removesuffix("/kernel")] = rank
     if left := wrong + _left_over(tensors, places):
         raise ValueError(
             f"{source} has {', '.join(list_some(left))}; expected LoRA adapters of the layers, "
-            "the experts, the untied embedding or the head of the model. Weights that are fused "
-            "only in transformers, such as qkv_proj, are not supported."
+            "the experts, the untied embedding or the head of the model."
         )
     if not targets:
         raise ValueError(
@@ -203,8 +212,10 @@ def load_peft(program: Program, state: TrainState, directory: GivenPath) -> Trai
     model = lora_interface("load_peft", program).low_rank
     check_state("load_peft", program.abstract_state, state)
     source = local_path(directory, "load_peft: directory")
-    (places, experts), vocab_size = _places_of(program), transformer_of(program).vocab_size
-    config, tensors, lines = _read_adapters(source, experts)
+    config, tensors = read_peft_config(source / CONFIG_FILE), _read(source)
+    vocab_size = transformer_of(program).vocab_size
+    places, of_model = _places_of(program, tensors=tensors)
+    lines = _split_adapters(tensors, config, of_model)
     leaves, arrays = variable_leaves(program), jax.tree.leaves(variables_of(state))
     by_path = {parameter_path(leaf): (leaf, x) for leaf, x in zip(leaves, arrays, strict=True)}
     values: dict[str, np.ndarray] = {}
@@ -221,8 +232,7 @@ def load_peft(program: Program, state: TrainState, directory: GivenPath) -> Trai
             where = values[path][place.piece.entry]
             wrong = list(_fill(where, path, place, tensors, vocab_size))
             lines += wrong
-            if path.endswith(UP) and not wrong:
-                rank = tensors[place.names[1]].shape[1]
+            if path.endswith(UP) and not wrong and (rank := tensors[place.names[1]].shape[1]):
                 where *= config.scale(place.module, rank) / model.scale(where.shape[0])
     for path, (place, *_) in places.items():
         copy = tensors.get(f"{PREFIX}{place.module}.base_layer.weight")
@@ -263,29 +273,36 @@ def _fill(
 
 
 def _places_of(
-    program: Program, family: str = ""
-) -> tuple[dict[str, list[Place]], dict[str, list[str]]]:
-    """Returns the modules of each adapted parameter of a program by path, and of all experts."""
+    program: Program, family: str = "", tensors: Collection[str] = ()
+) -> tuple[dict[str, list[Place]], dict[str, list[Place]]]:
+    """Returns the modules of each adapted parameter of a program by path, and of all parameters.
+
+    The names of the tensors in a file decide the family, if there are any.
+    """
     plain, _ = plain_leaves(program, variable_leaves(program))
     shapes = {parameter_path(leaf): leaf.shape for leaf in plain}
     adapted = {adapted_path(path) for path in shapes if is_adapter(path)}
     shapes = {path: shape for path, shape in shapes.items() if not is_adapter(path)}
     model = transformer_of(program)
+    if tensors:
+        family = find_family(model, shapes, tensors)
     places = find_places(model, shapes, adapted, family=family, refuse=True)
-    of_experts = find_places(model, shapes, list(filter(is_fused, shapes)), family=family)
-    return places, modules_of_experts(of_experts)
+    return places, find_places(model, shapes, list(filter(may_have_place, shapes)), family=family)
 
 
-def _read_adapters(
-    directory: Path, experts: Mapping[str, Sequence[str]]
-) -> tuple[PeftConfig, dict[str, np.ndarray], list[str]]:
-    """Reads the files of peft; the adapters of fused experts are split.
+def _split_adapters(
+    tensors: dict[str, np.ndarray], config: PeftConfig, places: Mapping[str, Sequence[Place]]
+) -> list[str]:
+    """Splits the adapters of fused weights and of fused experts in `tensors`.
+
+    `places` has the modules of all parameters of the model.
 
     Returns:
-      The config, the tensors by name, and descriptions of tensors that do not fit the experts.
+      Descriptions of fused tensors that do not fit the model.
     """
-    config, tensors = read_peft_config(directory / CONFIG_FILE), _read(directory)
-    return config, tensors, split_experts(tensors, experts, config.targets, config.scale)
+    experts = modules_of_experts(places)
+    wrong = split_experts(tensors, experts, config.targets, config.scale)
+    return wrong + split_fused(tensors, fused_modules(places), config.scale)
 
 
 def _left_over(
@@ -297,7 +314,8 @@ def _left_over(
         for place in of_path
         for name in (*place.names, f"{PREFIX}{place.module}.base_layer.weight")
     }
-    return sorted(printable(name) for name in tensors.keys() - known)
+    used = {name for name, x in tensors.items() if x.size}
+    return sorted(printable(name) for name in used - known)
 
 
 def _read(directory: Path) -> dict[str, np.ndarray]:

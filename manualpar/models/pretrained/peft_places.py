@@ -3,7 +3,8 @@
 The rules that name the tensors of base parameters also name these modules, see `tensor_names`.
 """
 
-import collections
+import math
+import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from manualpar.models import Transformer
 from manualpar.models.finetuning.adapted_parameter import DOWN, UP
+from manualpar.models.pretrained.families import FAMILIES
 from manualpar.models.pretrained.model_config import architecture_of, write_config
 from manualpar.models.pretrained.tensor_names import TensorPiece, pieces_of_transformer
 
@@ -23,14 +25,18 @@ class Place(NamedTuple):
     """A module in transformers; its adapter is a part of the adapter of one of our parameters.
 
     Attributes:
-      module: The module's name.
-      piece: The tensor of the module's weight.
+      module: The module's name; for a part of a fused weight, with the name of our layer.
+      piece: The tensor of the module's weight, without the other parts of a fused weight.
       inputs: The number of input dims.
+      fused: The name of the module with the fused weight; `""` for other modules.
+      rows: The outputs of the fused weight that this part has.
     """
 
     module: str
     piece: TensorPiece
     inputs: int
+    fused: str = ""
+    rows: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, str]:
@@ -96,7 +102,6 @@ def find_places(
     """
     family = write_config(architecture_of(model), family=family)["model_type"]
     pieces = pieces_of_transformer(family, shapes, skip_unknown=True)
-    uses = collections.Counter(x.tensor for of_path in pieces.values() for x in of_path)
     found: dict[str, list[Place]] = {}
     for path in paths:
         of_path = pieces.get(path, [])
@@ -107,8 +112,6 @@ def find_places(
             why = "the embedding is also the head, and peft adapts only one of the two"
         elif not of_path or not may_have_place(path):
             why = f"it has no module of its own in a model of {family!r}"
-        elif any(uses[piece.tensor] > 1 for piece in of_path):
-            why = "peft adapts the fused weight, of which it is a part, as a whole"
         elif any(not piece.tensor.endswith(".weight") for piece in of_path):
             why = f"it is no weight of a layer in a model of {family!r}"
         if why and refuse:
@@ -117,14 +120,55 @@ def find_places(
                 "it with merge_lora or export_hf, or keep it with save_adapters."
             )
         if not why:
-            found[path] = [_place(path, piece) for piece in of_path]
+            found[path] = [_place(path, piece, shapes[path]) for piece in of_path]
     return found
 
 
-def _place(path: str, piece: TensorPiece) -> Place:
+def find_family(
+    model: Transformer, shapes: Mapping[str, tuple[int, ...]], tensors: Collection[str]
+) -> str:
+    """Returns the family whose modules have the names of most of the tensors in a file of peft.
+
+    Families that differ only in the names of their modules, such as Llama and Phi-3, can describe
+    the same model. Of families that fit equally well the first is returned.
+
+    Raises:
+      ValueError: No family fits the model.
+    """
+    modules = {re.split(r"\.(?:lora|base_layer)", name)[0] for name in tensors}
+    best, fewest = "", len(modules) + 1
+    paths = list(filter(may_have_place, shapes))
+    for family in FAMILIES:
+        try:
+            places = find_places(model, shapes, paths, family=family)
+        except ValueError:
+            continue
+        known = {
+            f"{PREFIX}{place.fused or place.module}" for each in places.values() for place in each
+        }
+        if len(modules - known) < fewest:
+            best, fewest = family, len(modules - known)
+        if not fewest:
+            break
+    return best or str(write_config(architecture_of(model))["model_type"])
+
+
+def _place(path: str, piece: TensorPiece, shape: tuple[int, ...]) -> Place:
     module = piece.tensor.removesuffix(".weight")
+    if piece.within:
+        dim, first, number = piece.within
+        sizes = dict(zip(piece.dims, shape[len(piece.entry) :], strict=True))
+        names = next(names for names in piece.merged if dim in names)
+        outputs = np.arange(math.prod(sizes.get(name, 1) for name in names if name != dim) * number)
+        outputs = outputs.reshape([number if name == dim else sizes[name] for name in names])
+        own = range(first, first + sizes.get(dim, 1))
+        rows = outputs.take(own, names.index(dim)).ravel().tolist()
+        merged = tuple(tuple(x for x in each if x in piece.dims) for each in piece.merged)
+        plain = _place(path, piece._replace(merged=merged, within=()), shape)
+        name = path.split("/")[-2]
+        return plain._replace(module=f"{module}.{name}", fused=module, rows=tuple(rows))
     if path in TABLES:
         return Place(module, piece, 1)
     # The input dims are a kernel's first, and the second dim of most weights.
-    first = next(x for x in reversed(piece.merged) if sorted(x) == sorted(piece.dims[: len(x)]))
-    return Place(module, piece, len(first))
+    ins = next(x for x in reversed(piece.merged) if sorted(x) == sorted(piece.dims[: len(x)]))
+    return Place(module, piece, len(ins))

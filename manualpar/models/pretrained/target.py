@@ -101,6 +101,7 @@ class DiskTarget:
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[Path]:
         """Implements `ExportTarget`."""
+        (self._draft / name).parent.mkdir(exist_ok=True)
         yield self._draft / name
         sync(self._draft / name)
 
@@ -144,6 +145,7 @@ class BucketTarget:
         """Implements `ExportTarget`."""
         with tempfile.TemporaryDirectory(prefix="export-") as folder:
             with writing("export_hf", Path(folder)):
+                (Path(folder) / name).parent.mkdir(exist_ok=True)
                 yield Path(folder) / name
             self._check_owned()
             (self._target / name).upload(Path(folder) / name)

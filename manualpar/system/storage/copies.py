@@ -63,7 +63,7 @@ def local_path(text: GivenPath, name: str) -> Path:
 
 
 def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
-    """Copies a small file, or the files of a folder with the given names, to a temporary folder.
+    """Copies a small file, or the files of a folder with the given paths, to a temporary folder.
 
     Returns the path of the copy, which is deleted when the process ends.
 
@@ -77,7 +77,7 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
     def copy_all() -> None:
         versions = _versions((path, *(path / name for name in names)))
         for each, version in versions.items():
-            target = copy if each == path else copy / each.name
+            target = copy if each == path else copy / each.relative_to(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(each.read_bytes(version=version))
         _check_same(versions, _versions(versions))

@@ -11,7 +11,7 @@ import optax
 
 from manualpar import Batch, Column, Pipeline, Row, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.trees import path_name
-from manualpar.models import Attention, Context, Split, Transformer
+from manualpar.models import Attention, Context, Latent, Split, Transformer
 
 D8, D24 = {"data": 8}, {"data": 2, "model": 4}
 OURS: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "num_heads": 4, "mlp_size": 32}
@@ -128,6 +128,7 @@ STRATEGIES = {
     "hsdp": on(hsdp, {"replica": 2, "data": 4}, num_minibatches=2, use_scan=True),
     "auto": on(fsdp, D8, mode="auto"),
 }
+OF_LATENTS = OURS | {"head_size": 10, "attention": Attention(latent=Latent(6, 10, 4, 4))}
 TRANSFORMERS = {
     "fsdp": (Transformer(**OURS), on(fsdp, D8)),
     "split": (Transformer(**OURS, num_kv_heads=2, split=Split("model")), on(fsdp, D24)),
@@ -166,6 +167,28 @@ TRANSFORMERS = {
     "stages": (
         Transformer(**OURS),
         on(fsdp, {"data": 4, "stage": 2}, num_minibatches=2, pipeline=Pipeline("stage")),
+    ),
+    "latents": (Transformer(**OF_LATENTS, split=Split("model")), on(fsdp, D24)),
+    "latents, sequence": (
+        Transformer(**OF_LATENTS, remat="full", split=Split("model", sequence_parallel=True)),
+        on(fsdp, D24, num_minibatches=2),
+    ),
+    "latents, context": (
+        Transformer(**OF_LATENTS, context=Context("context"), split=Split("model")),
+        on(fsdp, {"data": 2, "context": 2, "model": 2}, context_axis="context"),
+    ),
+    "latents, stages": (
+        Transformer(**OF_LATENTS, split=Split("model")),
+        on(
+            fsdp,
+            {"data": 2, "stage": 2, "model": 2},
+            num_minibatches=2,
+            pipeline=Pipeline("stage"),
+        ),
+    ),
+    "latents, explicit": (
+        Transformer(**OF_LATENTS, split=Split("model")),
+        on(fsdp, D24, mode="explicit"),
     ),
 }
 PLAN: Any = {"*/heads": Column(-2), "*/out": Row(-3), "*/up": Column(), "*/down": Row()}

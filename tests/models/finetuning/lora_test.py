@@ -18,6 +18,7 @@ from tests.models.finetuning.adapted_models import (
     ALL_OF_OURS,
     BATCH,
     D24,
+    OF_LATENTS,
     OURS,
     PLAN,
     SOMEBODYS,
@@ -26,6 +27,7 @@ from tests.models.finetuning.adapted_models import (
     Somebodys,
     by_path,
     check,
+    is_adapter,
     on,
     parameters,
 )
@@ -76,6 +78,21 @@ def test_an_adapter_is_a_product_of_low_rank_added_to_the_kernel():
     head = params["head"]
     head["kernel"] += 3 / 4 * head.pop("lora_a") @ head.pop("lora_b")
     expected = Somebodys(scan=False).apply({"params": params}, BATCH.inputs)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_of_latents_are_merged_into_their_kernels():
+    base = Transformer(**OF_LATENTS, scan_layers=False, num_layers=1)
+    model = lora(base, {"*/attention/*": 3}, alpha=4)
+    params = parameters(model)
+    logits = model.apply({"params": params}, BATCH.inputs)
+    attention = params["layer_0"]["attention"]
+    for name in ("latent", "query_latent", "expand", "query", "out"):
+        a, b = (attention[name].pop(f"lora_{part}") for part in "ab")
+        attention[name]["kernel"] += 4 / 3 * jnp.tensordot(a, b, 1)
+    assert not [path for path in by_path(params) if is_adapter(path)]
+    expected = base.apply({"params": params}, BATCH.inputs)
+    assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 

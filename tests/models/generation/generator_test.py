@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, lora, make_mesh, zero
 from manualpar.data.tokenizer import ByteTokenizer
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import (
@@ -102,6 +102,28 @@ def test_every_family_on_its_meshes_answers_as_without_a_cache(
 ):
     del devices8
     _assert_same_as_without_cache(name, builder, axes, fields, max_tokens=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "model": 4}], ids=str)
+def test_adapters_of_latents_answer_as_without_a_cache(axes, devices8):
+    """The kernel that queries absorb has its adapter too."""
+    del devices8
+    plain = Transformer(**nest_fields({**SIZES, **FAMILIES["latent"]}))
+    targets = {"*/attention/*": 2}
+    program = make_program(
+        lora(with_fields(plain, **(SPLIT if "model" in axes else {})), targets, alpha=8), axes
+    )
+    params = program.whole(program.init(jax.random.key(0)))["params"]
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: x + rng.normal(size=x.shape).astype(x.dtype) / 4, params)
+    answers = Generator(program, stop_tokens=()).generate(
+        program.init_from(params), PROMPTS, max_tokens=8
+    )
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens, expected = _without_cache(lora(plain, targets, alpha=8), params, prompt, 8)
+        assert answer.tokens == tokens
+        np.testing.assert_allclose(answer.log_probabilities, expected, atol=1e-5)
 
 
 @pytest.mark.slow

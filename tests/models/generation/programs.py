@@ -25,7 +25,8 @@ def make_program(model, axes, builder=fsdp, **options):
     data_axes = tuple(axis for axis in axes if axis in ("data", "expert"))
     if builder not in (data_parallel,):
         options["min_weight_size"] = 0
-    loss = mixture_of_experts_loss if model.experts.num_experts else language_model_loss
+    experts = getattr(model, "model", model).experts  # Adapters have a model.
+    loss = mixture_of_experts_loss if experts.num_experts else language_model_loss
     mesh = make_mesh(axes, devices)
     options |= {"mesh": mesh, "batch": batch, "axis_name": data_axes}
     return builder(model, optax.sgd(0.1), loss, **options)

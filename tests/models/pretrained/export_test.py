@@ -31,6 +31,8 @@ def source(tmp_path_factory):
     config = CONFIG | {"torch_dtype": "bfloat16", "eos_token_id": [5, 6]}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
     params = jax.jit(llama(directory).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))
     tensors = tensors_of(params["params"])
     tensors = {name: x.astype(jnp.bfloat16) for name, x in tensors.items()}
@@ -59,11 +61,12 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path, monkeypa
     assert set(index["weight_map"].values()) == set(shards)
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
     assert {"tokenizer.json", "config.json"} < set(files)
+    assert (target / "additional_chat_templates" / "rag.jinja").read_text() == "{{ messages }}"
     original = json.loads((directory / "config.json").read_text())
     assert json.loads((target / "config.json").read_text()) == original
     assert safe_open(target / shards[0], "np").__enter__().metadata() == {"format": "pt"}
     # Whoever may read what this user writes may read the weights.
-    modes = {path.stat().st_mode & 0o777 for path in target.iterdir()}
+    modes = {path.stat().st_mode & 0o777 for path in target.iterdir() if path.is_file()}
     assert modes == {0o666 & ~current_umask()}
     # What is written can be loaded again, and a family is found without another directory.
     at_once = during(monkeypatch, lambda: export_hf(program, state, tmp_path / "again"))

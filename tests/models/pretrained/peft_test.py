@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from manualpar import fsdp, lora, make_mesh, quantized
@@ -23,6 +25,8 @@ from manualpar.models.pretrained import (
     read_architecture,
 )
 from manualpar.models.pretrained.peft_config import read_peft_config
+from manualpar.models.pretrained.peft_fused import fused_modules, join_fused, split_fused
+from manualpar.models.pretrained.peft_places import find_family, find_places, may_have_place
 from tests.models.pretrained.transformers_models import MODELS, make_batch, saved
 
 BATCH = make_batch()
@@ -38,6 +42,19 @@ FAMILIES: dict[str, Any] = {
     "llama, rank-stabilized": ("Llama", {}, LAYERS + TABLES, {"use_rslora": True}),
     "qwen3, some layers": ("Qwen3", {"head_dim": 8}, LAYERS, SOME),
     "qwen2, other factors": ("Qwen2", {}, LAYERS, {"alpha_pattern": {"2.self_attn.q_proj": 7}}),
+    "deepseek_v3, latents": (
+        *MODELS["deepseek_v3"],
+        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        {"rank_pattern": {"layers.1.self_attn.kv_b_proj": 4}},
+    ),
+    "phi3, fused": (
+        "Phi3",
+        {"num_key_value_heads": 2},
+        ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+        {"alpha_pattern": {"1.self_attn.qkv_proj": 7}, "use_rslora": True},
+    ),
+    "gpt_neox, fused": (*MODELS["gpt_neox"], ["query_key_value", "dense_4h_to_h"], {}),
+    "gpt2, fused": (*MODELS["gpt2"], ["c_attn", "c_fc"], {"fan_in_fan_out": True}),
     "gemma2, tied": ("Gemma2", GEMMA, LAYERS, {}),
     "mixtral, experts": (
         "Mixtral",
@@ -122,10 +139,14 @@ def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
 
     # Damaged files, and those of another model.
     tensors = load_file(adapters / "adapter_model.safetensors")
-    key = next(key for key in tensors if "layers.1" in key and "q_proj.lora_A" in key)
+    first = FAMILIES[name][2][0]
+    key = next(key for key in tensors if ".1." in key and f"{first}.lora_A" in key)
     for change, words in (
-        ({key: tensors[key][:, :5]}, r"q_proj.lora_A.weight has the shape \[\d, 5\]"),
-        ({key: tensors[key][:1]}, r"q_proj.lora_A.weight has the shape \[1, 16\]"),
+        ({key: tensors[key][:, :5]}, rf"{first}.*lora_A.weight has the shape \[\d, 5\]"),
+        (
+            {key: tensors[key][:1]},
+            r"lora_(A.weight has the shape \[1, 16\]|B.* shape .*, 1\])",
+        ),
         ({"x.lora_magnitude_vector": np.ones((1, 1), np.float32)}, "magnitude_vector is left over"),
         ({"y": np.ones(3, np.float32)}, "has y of float32 with 1 dims, expected matrices"),
     ):
@@ -205,9 +226,53 @@ def test_a_factor_is_that_of_the_module(tmp_path):
     assert read_peft_config(path).scale("a", 4) == 2
 
 
+def test_the_product_of_a_fused_adapter_is_those_of_its_parts():
+    sizes: Any = {"vocab_size": 60, "num_layers": 2, "hidden_size": 16, "num_heads": 4}
+    model = Transformer(**sizes, num_kv_heads=2, mlp_size=24)
+    variables = jax.eval_shape(model.init, jax.random.key(0), BATCH.inputs)
+    params = flatten_dict(nn.meta.unbox(variables["params"]), sep="/")
+    shapes = {path: x.shape for path, x in params.items()}
+    paths = list(filter(may_have_place, shapes))
+    modules = fused_modules(find_places(model, shapes, paths, family="phi3"))
+    assert [len(parts) for parts in modules.values()].count(3) == 2
+    name = "model.layers.1.self_attn.qkv_proj"
+    modules[name].sort(key=lambda part: part.rows)
+    assert [part.module.rpartition(".")[2] for part in modules[name]] == ["query", "key", "value"]
+    assert find_family(model, shapes, [f"base_model.model.{name}.lora_A.weight"]) == "phi3"
+    assert find_family(model, shapes, ["base_model.model.x.lora_A.weight"]) == "llama"
+
+    rng = np.random.default_rng(0)
+    for ranks, shared in (((2, 3, 1), False), ((2, 2, 2), True), ((2, 0, 2), False)):
+        tensors: dict[str, Any] = {}
+        products = []
+        down = rng.normal(size=(2, 16))
+        for part, rank in zip(modules[name], ranks, strict=True):
+            own = down if shared else rng.normal(size=(rank, 16))
+            up = rng.normal(size=(len(part.rows), rank))
+            products.append(up @ own * 4 / max(rank, 1))
+            if rank:
+                tensors |= zip(part.names, (own, up), strict=True)
+        before = dict(tensors)
+        found = join_fused(tensors, modules, lambda rank: 4 / rank)
+        assert found == {name: 2 if shared else sum(ranks)}
+        down, up = (tensors[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+        np.testing.assert_allclose(up @ down * 4 / len(down), np.concatenate(products), rtol=1e-12)
+        assert not split_fused(tensors, modules, lambda module, rank: 4 / rank)
+        for part, rank in zip(modules[name], ranks, strict=True):
+            for key in part.names:
+                x = tensors.pop(key)
+                assert x.size if rank else not x.size
+                if rank:
+                    np.testing.assert_allclose(x, before[key], rtol=1e-12)
+        assert not tensors
+    wrong = {f"base_model.model.{name}.lora_{x}.weight": np.ones((5, 5)) for x in "AB"}
+    (said,) = split_fused(wrong, modules, lambda module, rank: 1.0)
+    assert said.endswith("qkv_proj.lora_B.weight has the shape [5, 5], expected [32, 5]")
+
+
 @pytest.mark.slow
 @of_peft
-def test_adapters_of_each_weight_of_an_expert_become_one_and_are_split_again(tmp_path, devices8):
+def test_adapters_of_the_parts_of_a_weight_become_one_and_are_split_again(tmp_path, devices8):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     everything = {"*/experts/gate": 2, "*/experts/up": 3, "*/experts/down": 1}
     shared = {"*/experts/shared_up": 2, "*/mlp/down": 3, "*/attention/query": 2}
@@ -215,6 +280,9 @@ def test_adapters_of_each_weight_of_an_expert_become_one_and_are_split_again(tmp
         ("mixtral", everything),
         ("mixtral", {"*/experts/up": 3}),
         ("dots1", {**shared, "*/experts/down": 2}),
+        ("phi3", {"*/attention/query": 2, "*/attention/value": 3, "*/mlp/*": 1}),
+        ("gpt_neox", {"*/attention/*": 2, "*/mlp/down": 3}),
+        ("gpt2", {"*/attention/key": 2, "*/attention/value": 1}),
     ):
         base = saved(*MODELS[name])
         model = Transformer(**read_architecture(base.directory).fields)

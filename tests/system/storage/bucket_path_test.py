@@ -171,10 +171,11 @@ def test_a_cache_that_cannot_be_written_to_is_a_sentence(server, tmp_path, monke
 
 def test_small_files_of_two_states_are_not_copied(server):
     there, before = server
-    there.update({"model/a": b"a 1", "model/b": b"b 1"})
+    there.update({"model/a": b"a 1", "model/c/b": b"b 1"})
     before += [lambda: None, lambda: there.update({"model/a": b"a 2"})]
-    copy = copied_files(MODEL, ("a", "b", "none"))
-    assert sorted(path.read_bytes() for path in copy.iterdir()) == [b"a 2", b"b 1"]
+    copy = copied_files(MODEL, ("a", "c/b", "none"))
+    assert (copy / "a").read_bytes() == b"a 2"
+    assert [path.read_bytes() for path in (copy / "c").iterdir()] == [b"b 1"]
     assert copied_files(MODEL / "a", ("a",)).read_bytes() == b"a 2"
 
 
