@@ -282,7 +282,7 @@ class Transformer(nn.Module):
         return rows.astype(x_BSD.dtype)
 
     def _length(self, tokens: jax.Array, rows: Prompts | Past | None) -> int | jax.Array:
-        """Returns the number of positions of a sequence; in generation, of each row or new token."""
+        """Returns the positions of a sequence, or up to each row's end or each new token."""
         if isinstance(rows, Past):
             return rows.position + 1
         if isinstance(rows, Prompts):

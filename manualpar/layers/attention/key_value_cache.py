@@ -161,7 +161,7 @@ def attend_to_kept(
     if scoring.window is not None:
         first_BS1 = jnp.maximum(first_BS1, past.position[..., None] - scoring.window + 1)
     of_kept = score(kept[0], kept_positions(past.position[:, 0], C)[:, None] >= first_BS1)
-    is_before = jnp.tri(S, dtype=bool)
+    is_before = jnp.tri(S, dtype=bool)[None]
     of_new = score(key, is_before & (past.position[:, None] >= first_BS1))
     scores = jnp.concatenate([of_kept, of_new], axis=-1)
     if sinks is not None:

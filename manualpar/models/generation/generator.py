@@ -20,7 +20,7 @@ from manualpar.core.state.train_state import TrainState
 from manualpar.data.tokenizer import Tokenizer
 from manualpar.models.generation.answers import Answer, NewToken, TextPiece, next_piece
 from manualpar.models.generation.beams import BeamSearch, Search, run_searches
-from manualpar.models.generation.cached_steps import CachedSteps, Drawn, Proposed
+from manualpar.models.generation.cached_steps import CachedSteps, Proposed
 from manualpar.models.generation.drawing import Drawing, as_tokens, row_keys
 from manualpar.models.generation.penalties import make_penalties
 from manualpar.models.generation.speculative import Draft, Speculation, SpeculativeSteps
@@ -217,12 +217,7 @@ class Generator:
         encoded = [self.encode(prompt, index) for index, prompt in enumerate(prompts)]
         check_lengths(self.steps.model, map(len, encoded), max_tokens)
         if self._speculation:
-            if beams > 1:
-                raise ValueError(
-                    f"generate: beams is {beams} and the Generator has a draft, expected beams=1, "
-                    "or a Generator without a draft."
-                )
-            self._speculation.check_lengths(list(map(len, encoded)), max_tokens)
+            self._speculation.check(beams, list(map(len, encoded)), max_tokens)
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
         call = _Call(
             self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples, search
@@ -240,9 +235,9 @@ class Generator:
                 for row, tokens in zip(batch, drawn, strict=False):
                     for new in tokens if row in counts else ():
                         counts[row] += 1
-                        of_row: Any = {"is_last": counts[row] == call.max_tokens}
-                        of_row["forward_passes"] = number
-                        piece = next_piece(row, new, writers[row], call.stops, **of_row)
+                        when: Any = {"is_last": counts[row] == call.max_tokens}
+                        when["forward_passes"] = number
+                        piece = next_piece(row, new, writers[row], call.stops, **when)
                         yield piece
                         if piece.ending:
                             del counts[row]
@@ -324,11 +319,12 @@ class Generator:
             return
         given = (steps.put_rows(x) for x in (tokens, lengths, keys))
         rows, latest = steps.prefill(params, collections, *given, call.drawing, size=size)
-        for _ in range(call.max_tokens - 1):
+        for further in reversed(range(call.max_tokens)):
             before = latest
-            rows, latest = steps.decode(params, collections, rows, call.drawing)
-            yield _one_token_each(before)
-        yield _one_token_each(latest)
+            if further:
+                rows, latest = steps.decode(params, collections, rows, call.drawing)
+            found = before.token.tolist(), before.log_probability.tolist()
+            yield [[NewToken(*new)] for new in zip(*found, strict=True)]
 
     def pad(
         self, rows: Sequence[Sequence[int]], length: int, group: int = 1
@@ -392,11 +388,6 @@ def padded(length: int) -> int:
     """Rounds a length up to 16, 32, 48, 64, or one of four lengths between two powers of two."""
     step = max(16, 1 << max((length - 1).bit_length() - 3, 0))
     return -(-length // step) * step
-
-
-def _one_token_each(drawn: Drawn) -> list[list[NewToken]]:
-    found = drawn.token.tolist(), drawn.log_probability.tolist()
-    return [[NewToken(*new)] for new in zip(*found, strict=True)]
 
 
 def _batches(prompts: list[list[int]], size: int) -> Iterator[list[int]]:

@@ -100,7 +100,7 @@ class SpeculativeSteps(CachedSteps):
             cache, ends, previous, last = args
 
             def draw(rows: Rows, tokens: jax.Array, first: jax.Array) -> Rows:
-                """Adds tokens `int32[B, N]`, the last one new, from `first` on, and draws the next."""
+                """Adds tokens `int32[B, N]`, the last of them new, and draws the next token."""
                 if rows.history is not None:
                     rows = rows._replace(history=note(rows.history, tokens[:, -1:]))
                 rows, _, logits = self._extend(params, collections, rows, tokens, first, last)
@@ -199,7 +199,7 @@ class SpeculativeSteps(CachedSteps):
         Tokens beyond a row's end count as its last input: their results are not used, and they need
         no slot. Returns the rows, the starts of the tokens' documents, and the logits.
         """
-        positions = first[:, None] + jnp.arange(tokens.shape[1])
+        positions = first[:, None] + jnp.arange(tokens.shape[1])[None]
         positions = jnp.minimum(positions, last[:, None] - 1)
         begins = jnp.where(tokens == self.model.bos_token, positions, 0)
         starts = jnp.maximum(rows.start[:, None], jax.lax.cummax(begins, axis=1))
@@ -257,8 +257,22 @@ class Speculation:
             )
         self.steps, self._draft = SpeculativeSteps(draft.program), draft
 
-    def check_lengths(self, prompts: list[int], max_tokens: int) -> None:
-        """Refuses answers whose positions the draft model cannot represent."""
+    def check(self, beams: int, prompts: list[int], max_tokens: int) -> None:
+        """Refuses a call that cannot have a draft.
+
+        Args:
+          beams: The number of beams.
+          prompts: The number of tokens of each prompt.
+          max_tokens: The most tokens of an answer.
+
+        Raises:
+          ValueError: There are several beams, or the draft model cannot represent the positions.
+        """
+        if beams > 1:
+            raise ValueError(
+                f"generate: beams is {beams} and the Generator has a draft, expected beams=1, or a "
+                "Generator without a draft."
+            )
         try:
             check_lengths(self.steps.model, prompts, max_tokens)
         except ValueError as error:
@@ -294,7 +308,7 @@ class Speculation:
         ends = target.put_rows(last), steps.put_rows(last)
         before = tokens[np.arange(len(tokens)), lengths - 1]
         previous = steps.put_rows(before)
-        checked = Checked(drawn.token[:, None], drawn.log_probability[:, None], np.zeros_like(last))
+        checked: Any = drawn.token[:, None], drawn.log_probability[:, None], np.zeros_like(last)
         left: np.ndarray = np.full(len(tokens), max_tokens)
         while True:
             found = [np.asarray(x) for x in checked]
@@ -315,4 +329,4 @@ def _new_tokens(
     tokens: np.ndarray, log_probabilities: np.ndarray, accepted: int, count: int
 ) -> list[NewToken]:
     new = zip(tokens[:count].tolist(), log_probabilities[:count].tolist(), strict=True)
-    return [NewToken(*each, place < accepted) for place, each in enumerate(new)]
+    return [NewToken(*each, place < int(accepted)) for place, each in enumerate(new)]
