@@ -231,9 +231,13 @@ class Speculation:
         """Prepares the steps of the draft model; compiles nothing yet.
 
         Raises:
-          TypeError: The draft model is not a `Transformer`.
+          TypeError: The draft is not a `Draft`, or its model is not a `Transformer`.
           ValueError: The draft is on other devices, or has another vocabulary, or drafts no token.
         """
+        if not isinstance(draft, Draft):
+            raise TypeError(
+                f"Generator: draft is a {type(draft).__name__}, expected a Draft(program, state)."
+            )
         model = draft.program.model.interface.module
         if not isinstance(model, Transformer):
             raise TypeError(
