@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from manualpar.commands.arguments import parse_mesh
@@ -22,7 +23,7 @@ from manualpar.models.generation.answers import Answer
 from manualpar.models.generation.generator import Generator, Prompt
 from manualpar.models.generation.speculative import Draft
 from manualpar.models.pretrained.directory import CONFIG_FILE
-from manualpar.system.storage import path_flag
+from manualpar.system.storage import AnyPath, path_flag
 from manualpar.training.load_run import Trained, load_directory, load_run
 from manualpar.training.workdir import FOLDER
 
@@ -138,11 +139,6 @@ def _answer_all(
 def _with_draft(trained: Trained, flags: argparse.Namespace) -> Generator:
     """Loads the model of `--draft` onto the mesh, and makes a generator that it drafts for."""
     folder, mesh = flags.draft, parse_mesh(flags.mesh)
-    if not ((folder / CONFIG_FILE).is_file() or (folder / FOLDER).is_dir()):
-        raise UsageError(
-            f"--draft={folder} has neither {CONFIG_FILE} nor {FOLDER}/, expected the directory of "
-            "a Hugging Face model, or the folder of a run."
-        )
     try:
         is_run = not (folder / CONFIG_FILE).is_file()
         draft = load_run(folder, mesh=mesh) if is_run else load_directory(folder, mesh=mesh)
@@ -286,13 +282,26 @@ def _beam_flags(group: argparse._ArgumentGroup) -> None:
 def _draft_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--draft",
-        type=path_flag,
+        type=_model_folder,
         help="The folder of a small model, a run's or a Hugging Face model's, which drafts tokens. "
         "Answers stay the same.",
     )
     _number_flags(
         group, ("--draft-tokens", int, 4, "The tokens that are drafted for each forward pass.")
     )
+
+
+def _model_folder(text: str) -> AnyPath:
+    folder = path_flag(text)
+    # Nothing is tried in a bucket.
+    if isinstance(folder, Path) and not (
+        (folder / CONFIG_FILE).is_file() or (folder / FOLDER).is_dir()
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{folder} has neither {CONFIG_FILE} nor {FOLDER}/, expected the directory of a "
+            "Hugging Face model, or the folder of a run"
+        )
+    return folder
 
 
 def _biases(text: str) -> dict[int, float]:
