@@ -147,6 +147,7 @@ def test_two_processes_say_what_one_says_and_the_first_prints_it(
     for name, run, flags in (
         ("generate", generate_command, [*drawn, "--prompt=the "]),
         ("generate", generate_command, [*drawn, f"--prompts={prompts}"]),
+        ("generate", generate_command, [*drawn, f"--prompts={prompts}", f"--draft={workdir}"]),
         ("evaluate", evaluate_command, [f"--workdir={workdir}"]),
     ):
         assert run.main([name, *flags]) == 0
