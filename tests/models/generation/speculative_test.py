@@ -105,15 +105,13 @@ def test_every_family_answers_on_its_meshes_as_without_a_draft(
     draft = Draft(other, _changed(other, make_state(other), 0.15), 3)
     plain = Generator(program, stop_tokens=())
     drafted = Generator(program, stop_tokens=(), draft=draft)
-    counts = set()
-    for settings in ({}, PENALIZED):
-        options = {**settings, "max_tokens": 14}
-        expected = plain.generate(state, PROMPTS, **options)
-        answers = drafted.generate(state, PROMPTS, **options)
-        _assert_same(answers, expected)
-        assert all(answer.forward_passes < 14 for answer in answers)
-        counts |= {answer.drafted for answer in answers}
-    assert len(counts) > 1
+    options = {**(PENALIZED if "split_axis" in fields else {}), "max_tokens": 14}
+    expected = plain.generate(state, PROMPTS, **options)
+    answers = drafted.generate(state, PROMPTS, **options)
+    _assert_same(answers, expected)
+    # Some drafted tokens are accepted, and some are not.
+    passes = [answer.forward_passes for answer in answers]
+    assert 1 + math.ceil(13 / 4) < max(passes) < 14
     # An answer may end in the middle of what a pass has accepted.
     stop = [expected[2].tokens[3]]
     stopped = [x.generate(state, PROMPTS, **options, stop=stop) for x in (plain, drafted)]
