@@ -140,8 +140,9 @@ def _with_draft(trained: Trained, flags: argparse.Namespace) -> Generator:
     """Loads the model of `--draft` onto the mesh, and makes a generator that it drafts for."""
     folder, mesh = flags.draft, parse_mesh(flags.mesh)
     try:
-        is_run = not (folder / CONFIG_FILE).is_file()
-        draft = load_run(folder, mesh=mesh) if is_run else load_directory(folder, mesh=mesh)
+        # A run has a `config.json` of its own.
+        load: Any = load_run if (folder / FOLDER).is_dir() else load_directory
+        draft = load(folder, mesh=mesh)
     except ValueError as error:
         raise UsageError(f"--draft={folder}: {error}") from error
     own, others = draft.tokenizer, trained.tokenizer

@@ -224,7 +224,7 @@ def test_a_draft_of_other_tokens_is_refused(other, monkeypatch):
         tokenizer.decode = lambda tokens: letters[tokens[0]]
         return types.SimpleNamespace(tokenizer=tokenizer)
 
-    monkeypatch.setattr(generate_command, "load_run", lambda folder, mesh: trained(other))
+    monkeypatch.setattr(generate_command, "load_directory", lambda folder, mesh: trained(other))
     flags = types.SimpleNamespace(draft=Path("small"), mesh="data=-1")
     with pytest.raises(UsageError, match="--draft=small has another tokenizer than the model"):
         generate_command._with_draft(trained("abc"), flags)
