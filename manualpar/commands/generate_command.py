@@ -1,11 +1,15 @@
 """Generates answers to prompts: streams one answer to the terminal, or writes many as JSONL."""
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from manualpar.commands.arguments import parse_mesh
 from manualpar.commands.command_flags import (
     check_lines,
+    is_main,
     model_flags,
     output_line,
     read_lines,
@@ -15,9 +19,13 @@ from manualpar.commands.command_flags import (
 )
 from manualpar.data.chat import Chats
 from manualpar.errors import UsageError
-from manualpar.models.generation.generator import Answer, Generator, Prompt
-from manualpar.system.storage import path_flag
-from manualpar.training.load_run import Trained
+from manualpar.models.generation.answers import Answer
+from manualpar.models.generation.generator import Generator, Prompt
+from manualpar.models.generation.speculative import Draft
+from manualpar.models.pretrained.directory import CONFIG_FILE
+from manualpar.system.storage import AnyPath, path_flag
+from manualpar.training.load_run import Trained, load_directory, load_run
+from manualpar.training.workdir import FOLDER
 
 # The fields that an output line adds to the fields of the prompt's line.
 ADDED = ("text", "ending", "tokens")
@@ -47,7 +55,7 @@ USAGE = """Answers prompts with a run's newest checkpoint, or with a Hugging Fac
 {program} --workdir=<folder> --prompt="Once upon a time"
     [--temperature=0.8] [--top-k=<number>] [--top-p=<probability>] [--beams=<number>]
     [--max-tokens=<number>] [--stop=<text> ...] [--seed=<number>] [--chat]
-    [--mesh=data=4,model=2] [--devices=<number>]
+    [--draft=<folder>] [--mesh=data=4,model=2] [--devices=<number>]
 {program} --hf=<directory> [--adapter=<directory of peft>] --prompts=<lines, .jsonl or ->
     [--output=<.jsonl>]
 
@@ -75,9 +83,12 @@ def main(argv: Sequence[str]) -> int:
     _draw_flags(parser.add_argument_group("draws"))
     _penalty_flags(parser.add_argument_group("changed probabilities"))
     _beam_flags(parser.add_argument_group("beam search"))
+    _draft_flags(parser.add_argument_group("speculative decoding"))
     flags = parser.parse_args(argv[1:])
 
     def work(trained: Trained, generator: Generator) -> None:
+        if flags.draft:
+            generator = _with_draft(trained, flags)
         options = {name: getattr(flags, name) for name in OPTIONS}
         options["early_stopping"] = EARLY[flags.early_stopping]
         if flags.prompt is not None and flags.samples > 1 and flags.beams == 1:
@@ -90,14 +101,19 @@ def main(argv: Sequence[str]) -> int:
             return
         prompts = _prompts(trained, flags, [{"prompt": flags.prompt}])
         begin = "" if flags.chat else flags.prompt
-        row = 0
+        row, pieces = 0, []
         for piece in generator.stream(trained.state, prompts, **options):
+            pieces.append(piece)
             if piece.row != row:  # Only the answers of a beam search come one after another.
                 show("\n")
                 begin, row = "" if flags.chat else flags.prompt, piece.row
             show(begin + piece.text)
             begin = ""
         show("\n")
+        if flags.draft:
+            tokens = sum(piece.token is not None for piece in pieces)
+            drafted = sum(piece.is_drafted for piece in pieces)
+            _say_drafted([(tokens, drafted, pieces[-1].forward_passes)])
 
     return run_with_model(flags, work)
 
@@ -115,6 +131,49 @@ def _answer_all(
         write_output(flags.output, text)
     else:
         show(text)
+    if flags.draft:
+        counts = [(len(each.tokens), each.drafted, each.forward_passes) for each in answers]
+        _say_drafted(counts)
+
+
+def _with_draft(trained: Trained, flags: argparse.Namespace) -> Generator:
+    """Loads the model of `--draft` onto the mesh, and makes a generator that it drafts for."""
+    folder, mesh = flags.draft, parse_mesh(flags.mesh)
+    try:
+        # A run has a `config.json` of its own.
+        load: Any = load_run if (folder / FOLDER).is_dir() else load_directory
+        draft = load(folder, mesh=mesh)
+    except ValueError as error:
+        raise UsageError(f"--draft={folder}: {error}") from error
+    own, others = draft.tokenizer, trained.tokenizer
+    if own.fingerprint != others.fingerprint:
+        sizes = own.vocab_size, others.vocab_size
+        if sizes[0] != sizes[1] or any(
+            own.decode([token]) != others.decode([token]) for token in range(sizes[0])
+        ):
+            raise UsageError(
+                f"--draft={folder} has another tokenizer than the model, expected a draft model "
+                "with the same tokens."
+            )
+    if is_main():
+        print(f"drafts by {draft.described}", file=sys.stderr)
+    return Generator(
+        trained.program,
+        trained.tokenizer,
+        batch_size=flags.batch_size,
+        draft=Draft(draft.program, draft.state, flags.draft_tokens),
+    )
+
+
+def _say_drafted(counts: Iterable[tuple[int, int, int]]) -> None:
+    """Prints how many tokens were drafted, from (tokens, drafted, forward passes) of answers."""
+    tokens, drafted, passes = (sum(each) for each in zip((0, 0, 0), *counts, strict=True))
+    if is_main():
+        print(
+            f"{drafted} of {tokens} tokens were drafted; a forward pass gave "
+            f"{tokens / max(passes, 1):.2f} tokens of an answer",
+            file=sys.stderr,
+        )
 
 
 def _prompts(
@@ -219,6 +278,31 @@ def _beam_flags(group: argparse._ArgumentGroup) -> None:
         help="yes ends a search with as many answers as beams; never goes on until no answer can "
         "become better. [default no]",
     )
+
+
+def _draft_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--draft",
+        type=_model_folder,
+        help="The folder of a small model, a run's or a Hugging Face model's, which drafts tokens. "
+        "Answers stay the same.",
+    )
+    _number_flags(
+        group, ("--draft-tokens", int, 4, "The tokens that are drafted for each forward pass.")
+    )
+
+
+def _model_folder(text: str) -> AnyPath:
+    folder = path_flag(text)
+    # Nothing is tried in a bucket.
+    if isinstance(folder, Path) and not (
+        (folder / CONFIG_FILE).is_file() or (folder / FOLDER).is_dir()
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{folder} has neither {CONFIG_FILE} nor {FOLDER}/, expected the directory of a "
+            "Hugging Face model, or the folder of a run"
+        )
+    return folder
 
 
 def _biases(text: str) -> dict[int, float]:

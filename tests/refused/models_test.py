@@ -13,7 +13,7 @@ from manualpar import Batch, lora, quantized, tensor_parallel
 from manualpar.data.tokenizer import ByteTokenizer
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import language_model_loss
-from manualpar.models.generation import Generator, generator
+from manualpar.models.generation import Draft, Generator, generator, speculative
 from manualpar.models.generation.drawing import Drawing
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.generation.scoring import score_completions
@@ -93,6 +93,27 @@ def generate(arguments, tokenizer=None, rotary=NO_ROTARY):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "CachedSteps", lambda program: steps)
         Generator(None, tokenizer).generate(state, prompts, **options)
+
+
+def speculate(arguments):
+    """Gives a generator a draft, and checks a call with it."""
+    fields, call = arguments
+    device = types.SimpleNamespace(id=0)
+
+    def program(model, devices):
+        model = types.SimpleNamespace(interface=types.SimpleNamespace(module=model))
+        mesh = types.SimpleNamespace(devices=np.array(devices, object))
+        return types.SimpleNamespace(model=model, mesh=mesh)
+
+    model = fields.get("model", Transformer(rotary=Rotary(learned=8)))
+    devices = fields.get("devices", [device])
+    draft = Draft(program(model, devices), None, fields.get("tokens", 4))
+    steps = types.SimpleNamespace(model=model, program=draft.program)
+    target = types.SimpleNamespace(model=Transformer(), program=program(Transformer(), [device]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculative, "SpeculativeSteps", lambda program: steps)
+        drafting = speculative.Speculation(fields.get("draft", draft), target)
+        drafting.check(**{"beams": 1, "prompts": [1], "max_tokens": 4, **call})
 
 
 def sample(arguments):
@@ -240,6 +261,21 @@ REFUSED = [
         "generate with longrope",
         functools.partial(generate, rotary=Rotary(scaling=LONGROPE)),
         (([[1] * 8], {"max_tokens": 2}), r"at most rotary.scaling.original_length=8 \(or a longer"),
+    ),
+    *rows(
+        "generate with a draft",
+        speculate,
+        (({"draft": (1, 2)}, {}), TypeError, "draft is a tuple, expected a Draft"),
+        (({"model": 5}, {}), TypeError, "draft.program has a int, expected a Transformer"),
+        (({"tokens": 0}, {}), "draft.tokens is 0, expected at least 1"),
+        (({"tokens": 1.5}, {}), "draft.tokens is 1.5, expected at least 1"),
+        (({"model": Transformer(vocab_size=9)}, {}), "a model of 9 tokens, expected 260, the voc"),
+        (({"devices": [types.SimpleNamespace(id=3)]}, {}), r"on the devices \[3\], expected those"),
+        (
+            ({}, {"beams": 2}),
+            "beams is 2 and the Generator has a draft, expected beams=1, or a Gen",
+        ),
+        (({}, {"max_tokens": 9}), "rotary.learned=8.* This is a limit of the draft model"),
     ),
     *rows(
         "sample_tokens",

@@ -121,7 +121,7 @@ class CachedSteps:
         drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
         `key[B]`; `size` is the number of positions in the cache, for the prompt and the answer.
         `rows` is a `Rows`, and `drawn` is a `Drawn`. With `width=W`, `drawn` is a `Proposed`, and
-        `decode` needs `moves`.
+        `decode` needs `moves`. `spare` is that of `Prompts`.
       decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; `rows` is donated.
         With `moves=(parents, tokens), width=W`, each `int32[B]`, a row becomes a copy of the row
         with the number `parents[row]` on the same device, followed by the token.
@@ -150,7 +150,7 @@ class CachedSteps:
             self.row_devices *= program.mesh.shape[axis]
         split = self.model.split.axis
         self._split_axes = (split,) if split and split in program.mesh.shape else ()
-        self.prefill = self._jit(self._prefill, static_argnames=("size", "width"))
+        self.prefill = self._jit(self._prefill, static_argnames=("size", "width", "spare"))
         self.decode = self._jit(self._decode, static_argnames="width", donate_argnames="rows")
         self.score = self._jit(self._score)
 
@@ -180,20 +180,22 @@ class CachedSteps:
         *,
         size: int,
         width: int = 0,
+        spare: int = 0,
     ) -> tuple[Rows, Any]:
         def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
             tokens, lengths, keys = args
-            logits, cache = self._apply(params, collections, tokens, Prompts(lengths, size))
+            prompts = Prompts(lengths, size, spare)
+            logits, cache = self._apply(params, collections, tokens, prompts)
             places = jnp.arange(tokens.shape[1])[None]
             begins = (tokens == self.model.bos_token) & (places < lengths[:, None])
             start = jnp.max(jnp.where(begins, places, 0), axis=1)
             history = None
             if drawing.penalties is not None:
                 history = history_of(tokens, lengths, self.model.vocab_size)
-            token, drawn = self._choose(logits, history, keys, lengths, drawing, width)
+            token, drawn = self._choose(logits[:, 0], history, keys, lengths, drawing, width)
             return Rows(cache, token, lengths, start, keys, history), self._of_all(drawn)
 
-        run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens, size))
+        run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens))
         rows, drawn = run(params, collections, drawing, tokens, lengths, keys)
         return rows, drawn
 
@@ -216,12 +218,12 @@ class CachedSteps:
             position = rows.position
             start = jnp.where(rows.token == self.model.bos_token, position, rows.start)
             collections = {**collections, CACHE: rows.cache}
-            past = Past(position, start)
+            past = Past(position[:, None], start[:, None])
             logits, new = self._apply(params, collections, rows.token[:, None], past)
-            cache = append(rows.cache, new, position)
-            history = None if rows.history is None else note(rows.history, rows.token)
+            cache = append(rows.cache, new, past.position)
+            history = None if rows.history is None else note(rows.history, rows.token[:, None])
             after = position + 1
-            token, drawn = self._choose(logits, history, rows.keys, after, drawing, width)
+            token, drawn = self._choose(logits[:, 0], history, rows.keys, after, drawing, width)
             return Rows(cache, token, after, start, rows.keys, history), self._of_all(drawn)
 
         own = (rows,) if moves is None else (rows, moves)
@@ -280,13 +282,19 @@ class CachedSteps:
         )
 
     def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
-        """Computes the logits at each row's last token, and the keys and values for the cache."""
+        """Computes the logits `float32[B, S, V]`, and the keys and values for the cache.
+
+        With `Prompts`, `S` is 1: the last token. The logits are the same on all devices along the
+        model axis. If the vocabulary is sharded over this axis, they are gathered.
+        """
         variables = {"params": self._boxes(params), **collections}
         with self.program.step.mode.context():
             logits, new = self._interface.apply(
                 variables, tokens, train=False, rows=rows, mutable=[NEW_KEYS]
             )
-        return logits, new[NEW_KEYS]
+        if self._split_axes:
+            logits = gather_invariant(logits, 2, self._split_axes, scope=TENSOR_SCOPE)
+        return logits[..., : self.model.vocab_size], new[NEW_KEYS]
 
     def _boxes(self, params: Any) -> Any:
         def box(place: Route, x: jax.Array) -> Any:
@@ -304,14 +312,7 @@ class CachedSteps:
         drawing: Drawing,
         width: int,
     ) -> tuple[jax.Array, Drawn | Proposed]:
-        """Draws each row's next token, or proposes `width` tokens if `width` is not 0.
-
-        The tokens are the same on all devices along the model axis. If the vocabulary is sharded
-        over the model axis, the logits are gathered first.
-        """
-        if self._split_axes:
-            logits = gather_invariant(logits, 1, self._split_axes, scope=TENSOR_SCOPE)
-        logits = logits[:, : self.model.vocab_size]
+        """Draws each row's next token, or proposes `width` tokens if `width` is not 0."""
         likelihood = jax.nn.log_softmax(logits)
         changed = likelihood if width else logits
         if history is not None and drawing.penalties is not None:
@@ -338,13 +339,13 @@ class CachedSteps:
         heads = self._split_axes[0] if self._split_axes and not is_shared else None
         return PartitionSpec(*(None,) * (x.ndim - 4), self._data_axes, None, heads, None)
 
-    def _cache_specs(self, tokens: jax.Array, size: int) -> Any:
+    def _cache_specs(self, tokens: jax.Array) -> Any:
         """Returns a tree like the cache, with a `PartitionSpec` at each leaf."""
 
         def keep(params: Any) -> Any:
             state = self.program.unpadded_state
             variables = {"params": params, **state.collections}
-            rows = Prompts(jnp.ones(tokens.shape[:1], jnp.int32), size)
+            rows = Prompts(jnp.ones(tokens.shape[:1], jnp.int32), tokens.shape[1])
             call = functools.partial(self._interface.apply, train=False, mutable=[NEW_KEYS])
             return call(variables, tokens, rows=rows)[1][NEW_KEYS]
 

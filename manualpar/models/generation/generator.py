@@ -7,6 +7,7 @@ with the stop strings and the token with the stop tokens.
 """
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,11 +18,12 @@ from manualpar.core.mesh.rng import typed_key
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.data.tokenizer import Tokenizer
-from manualpar.models.generation.answers import Answer, TextPiece, next_piece
+from manualpar.models.generation.answers import Answer, NewToken, TextPiece, next_piece
 from manualpar.models.generation.beams import BeamSearch, Search, run_searches
 from manualpar.models.generation.cached_steps import CachedSteps, Proposed
 from manualpar.models.generation.drawing import Drawing, as_tokens, row_keys
 from manualpar.models.generation.penalties import make_penalties
+from manualpar.models.generation.speculative import Draft, Speculation, SpeculativeSteps
 from manualpar.models.generation.text_pieces import TextPieces
 from manualpar.models.transformer_fields import check_lengths
 
@@ -60,6 +62,7 @@ class Generator:
         *,
         batch_size: int = 32,
         stop_tokens: Sequence[int] | None = None,
+        draft: Draft | None = None,
     ) -> None:
         """Prepares generation with a `Transformer`.
 
@@ -72,11 +75,18 @@ class Generator:
             shard the rows.
           stop_tokens: The tokens that end every answer. By default these are the tokens that begin
             and end documents, if the model or the tokenizer defines them.
+          draft: A small model of the same vocabulary, which drafts tokens that the model checks
+            several at a time. The answers are those without a draft, up to rounding.
 
         Raises:
-          TypeError, ValueError: See `CachedSteps`.
+          TypeError, ValueError: See `CachedSteps` and `Speculation`.
         """
-        self.steps, self.tokenizer = CachedSteps(program), tokenizer
+        self.steps = SpeculativeSteps(program) if draft else CachedSteps(program)
+        self._speculation = Speculation(draft, self.steps) if draft else None
+        self.tokenizer = tokenizer
+        # Batches are divisible over the devices that shard the rows of each model.
+        drafting = self._speculation.steps.row_devices if self._speculation else 1
+        self._row_devices = math.lcm(self.steps.row_devices, drafting)
         self.batch_size = self._divisible(batch_size)
         if stop_tokens is None:
             named = [self.steps.model.bos_token]
@@ -110,6 +120,8 @@ class Generator:
             if piece.token is not None:
                 answer.tokens.append(piece.token)
                 answer.log_probabilities.append(piece.log_probability)
+            answer.drafted += piece.is_drafted
+            answer.forward_passes = piece.forward_passes
             answer.ending = piece.ending or answer.ending
         return answers
 
@@ -165,7 +177,8 @@ class Generator:
 
         Yields:
           A piece for each token: in each batch the first pieces of all answers, then the second
-          pieces, and so on.
+          pieces, and so on. With a draft, the pieces of an answer from one forward pass follow one
+          another.
 
         Raises:
           TypeError: A prompt is a string and there is no tokenizer, or a prompt is neither a string
@@ -177,7 +190,9 @@ class Generator:
           For each batch, once for the prompts and once for each further token: the collectives of
           a training step's forward pass, for parameters and over the model axis; an all-gather of
           the logits, `float32[B, V]`, over the model axis; and an all-gather of the tokens,
-          `int32[B]`, and of their log-probabilities, `float32[B]`, over the data axes.
+          `int32[B]`, and of their log-probabilities, `float32[B]`, over the data axes. With a
+          draft of `D` tokens, once for each forward pass, with `D + 1` logits, tokens and
+          log-probabilities for each row; and for the draft model `D` times what a token costs.
         """
         for name, value in (("max_tokens", max_tokens), ("samples", samples), ("beams", beams)):
             if value < 1 or value != int(value):
@@ -201,6 +216,8 @@ class Generator:
             )
         encoded = [self.encode(prompt, index) for index, prompt in enumerate(prompts)]
         check_lengths(self.steps.model, map(len, encoded), max_tokens)
+        if self._speculation:
+            self._speculation.check(beams, list(map(len, encoded)), max_tokens)
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
         call = _Call(
             self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples, search
@@ -213,18 +230,18 @@ class Generator:
         for batch in _batches(prompts, self.batch_size):
             writers = {row: self._writer(call, prompts[row]) for row in batch}
             counts = dict.fromkeys(batch, 0)  # The number of tokens drawn for each unfinished row.
-            for drawn in self._draws(call, prompts, batch):
+            for number, drawn in enumerate(self._draws(call, prompts, batch), 1):
                 # Rows of padding follow the rows of the batch.
-                for row, token, log_probability in zip(batch, *drawn, strict=False):
-                    if row not in counts:
-                        continue
-                    counts[row] += 1
-                    is_last = counts[row] == call.max_tokens
-                    new = int(token), log_probability
-                    piece = next_piece(row, new, writers[row], call.stops, is_last=is_last)
-                    if piece.ending:
-                        del counts[row]
-                    yield piece
+                for row, tokens in zip(batch, drawn, strict=False):
+                    for new in tokens if row in counts else ():
+                        counts[row] += 1
+                        when: Any = {"is_last": counts[row] == call.max_tokens}
+                        when["forward_passes"] = number
+                        piece = next_piece(row, new, writers[row], call.stops, **when)
+                        yield piece
+                        if piece.ending:
+                            del counts[row]
+                            break
                 if not counts:
                     break
 
@@ -238,7 +255,8 @@ class Generator:
                     writer, answer = self._writer(call, prompts[row]), row * call.samples + sample
                     for place, new in enumerate(zip(*beam, strict=True), 1):
                         is_last = place == len(beam.tokens)
-                        yield next_piece(answer, new, writer, call.stops, is_last=is_last)
+                        of_beam = NewToken(*new)
+                        yield next_piece(answer, of_beam, writer, call.stops, is_last=is_last)
 
     def _run_searches(self, call: _Call, prompts: list[list[int]]) -> list[BeamSearch]:
         def ends(prompt: list[int], tokens: Sequence[int]) -> bool:
@@ -280,22 +298,33 @@ class Generator:
 
     def _draws(
         self, call: _Call, prompts: list[list[int]], batch: list[int]
-    ) -> Iterator[tuple[list[int], list[float]]]:
-        """Yields the next tokens of a batch's rows and their log-probabilities, token by token."""
+    ) -> Iterator[list[list[NewToken]]]:
+        """Yields the new tokens of each of a batch's rows, for each forward pass of the model."""
         steps, params, collections = self.steps, call.state.params, call.state.collections
         longest = max(len(prompts[row]) for row in batch)
         tokens, lengths = self.pad([prompts[row] for row in batch], padded(longest))
         numbers = np.zeros(len(tokens), np.uint32)
         numbers[: len(batch)] = batch
         keys = row_keys(call.key, numbers, call.samples)
-        given = (steps.put_rows(x) for x in (tokens, lengths, keys))
         size = padded(longest + call.max_tokens)
+        if self._speculation:
+            yield from self._speculation.passes(
+                cast(SpeculativeSteps, steps),
+                (params, collections),
+                (tokens, lengths, keys),
+                call.drawing,
+                call.max_tokens,
+                size,
+            )
+            return
+        given = (steps.put_rows(x) for x in (tokens, lengths, keys))
         rows, latest = steps.prefill(params, collections, *given, call.drawing, size=size)
-        for _ in range(call.max_tokens - 1):
+        for further in reversed(range(call.max_tokens)):
             before = latest
-            rows, latest = steps.decode(params, collections, rows, call.drawing)
-            yield before.token.tolist(), before.log_probability.tolist()
-        yield latest.token.tolist(), latest.log_probability.tolist()
+            if further:
+                rows, latest = steps.decode(params, collections, rows, call.drawing)
+            found = before.token.tolist(), before.log_probability.tolist()
+            yield [[NewToken(*new)] for new in zip(*found, strict=True)]
 
     def pad(
         self, rows: Sequence[Sequence[int]], length: int, group: int = 1
@@ -305,7 +334,7 @@ class Generator:
         The array has a power of two groups of `group` rows for each device that shards the rows,
         at most `batch_size` rows in all, so that steps are compiled for few numbers of rows.
         """
-        devices = self.steps.row_devices
+        devices = self._row_devices
         parts = -(-len(rows) // (devices * group))
         most = max(1, self.batch_size // devices // group)
         number = min(1 << (parts - 1).bit_length(), most) * devices * group
@@ -337,7 +366,7 @@ class Generator:
     def _divisible(self, batch_size: int) -> int:
         if batch_size < 1:
             raise ValueError(f"generate: batch_size is {batch_size}, expected at least 1.")
-        return -(-batch_size // self.steps.row_devices) * self.steps.row_devices
+        return -(-batch_size // self._row_devices) * self._row_devices
 
 
 def generate(

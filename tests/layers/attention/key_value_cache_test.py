@@ -27,8 +27,10 @@ def test_a_slot_holds_the_latest_position_that_is_its_own():
         assert [max(position, -1) for position in found.tolist()] == expected
 
 
+@pytest.mark.parametrize("wrong", [0, 2])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (4, 2.0)])
-def test_rows_of_all_lengths_attend_as_without_a_cache(window, soft_cap):
+def test_rows_of_all_lengths_attend_as_without_a_cache(window, soft_cap, wrong):
+    """Each call has a token and `wrong` others, which then turn out to be wrong."""
     rng = np.random.default_rng(0)
     B, S, K, G, H = 3, 12, 2, 2, 4
     query, key, value = (
@@ -38,16 +40,15 @@ def test_rows_of_all_lengths_attend_as_without_a_cache(window, soft_cap):
     starts = jnp.array([0, 3, 0])
     options = {"window": window, "soft_cap": soft_cap}
     expected = attention(query, key, value, documents, **options)
-    lengths = np.array([9, 6, 1])
-    cache = tuple(keep_prompts(x, Prompts(jnp.asarray(lengths), 16), window) for x in (key, value))
-    assert cache[0].shape == (B, window or 16, K, H)
+    lengths = np.array([9, 6, 1]) - wrong // 2
+    prompts = Prompts(jnp.asarray(lengths), 16, wrong)
+    cache = tuple(keep_prompts(x, prompts, window) for x in (key, value))
+    assert cache[0].shape == (B, window + wrong if window else 16, K, H)
     attend = jax.jit(attend_to_kept, static_argnums=5)
-    for step in range(3):
-        position = lengths + step
-        new = [jnp.asarray(np.asarray(x)[np.arange(B), position][:, None]) for x in (query, key)]
-        token = jnp.asarray(np.asarray(value)[np.arange(B), position][:, None])
-        past = Past(jnp.asarray(position), starts)
-        out = attend(*new, token, cache, past, Scoring(window, soft_cap))
-        wanted = np.asarray(expected)[np.arange(B), position]
-        np.testing.assert_allclose(out[:, 0], wanted, atol=2e-6)
-        cache = append(cache, (new[1], token), past.position)
+    for step in range(3 - wrong // 2):
+        places = np.arange(B)[:, None], (lengths + step)[:, None] + np.arange(1 + wrong)
+        new = [jnp.asarray(np.asarray(x)[places]) for x in (query, key, value)]
+        past = Past(jnp.asarray(places[1]), jnp.broadcast_to(starts[:, None], places[1].shape))
+        out = attend(*new, cache, past, Scoring(window, soft_cap))
+        np.testing.assert_allclose(out, np.asarray(expected)[places], atol=2e-6)
+        cache = append(cache, tuple(x.at[:, 1:].set(9.0) for x in new[1:]), past.position)
