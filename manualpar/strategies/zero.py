@@ -1,8 +1,7 @@
 """ZeRO: parameters are replicated, and the optimizer's state is sharded.
 
 Stages 1 and 2 of Rajbhandari et al., https://arxiv.org/abs/1910.02054; stage 3 is `manualpar.fsdp`.
-With AdamW in float32 the optimizer's state is two thirds of the bytes of the state that data
-parallelism replicates.
+With AdamW in float32 the optimizer's state is two thirds of the bytes that DP replicates.
 """
 
 import functools
@@ -37,17 +36,15 @@ def zero(
     """Builds training with a sharded optimizer: scatters gradients, gathers new parameters.
 
     See `manualpar.core.program.program.build_program` for the other arguments, result and errors.
-    With `stage=1` gradients are scattered once a step, so a device accumulates the gradients of all
-    parameters. With `stage=2` gradients are scattered in each minibatch, so a device accumulates
-    only its shard of the gradients. The gradients of layers in an `nn.scan` are then scattered
-    within the loop, so that a device holds the complete gradients of one layer at a time. With one
-    minibatch, `stage=1` does the same, unless there is a pipeline or error feedback.
+    With `stage=1` gradients are scattered once a step, with `stage=2` in each minibatch: a device
+    accumulates only its shard. The gradients of layers in an `nn.scan` are then scattered in the
+    loop, and with one minibatch also those of `stage=1`, without pipeline and error feedback.
 
     Communication:
       A reduce-scatter of the gradients (at stage 2 in each of `m` minibatches), and one all-gather
       of the new parameters. A device sends `2 b P (N - 1) / N` bytes a step at stage 1, and
-      `(m + 1) b P (N - 1) / N` at stage 2, for `P` parameters of `b` bytes on `N` devices. If a
-      parameter's state is not sharded, the parameter's gradient costs one all-reduce.
+      `(m + 1) b P (N - 1) / N` at stage 2, for `P` parameters of `b` bytes on `N` devices. If the
+      state of a parameter is not sharded, its gradient costs one all-reduce.
     """
     check_choice("zero", "stage", stage, (1, 2))
 
