@@ -53,6 +53,15 @@ SMALL: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+# Types whose defaults are models that we refuse, with the keys of the models that are read.
+OF_TYPE: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["attention"] * SMALL["num_hidden_layers"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+    },
+}
 
 
 class Verdict(NamedTuple):
@@ -76,7 +85,7 @@ def small_config(name: str) -> Any:
     inner = getattr(default, "text_config", None)
     if inner is not None:
         options["text_config"] = type(inner)(**_options(inner)).to_dict()
-    return config_class(**options)
+    return config_class(**options | OF_TYPE.get(name, {}))
 
 
 def _options(default: Any) -> dict[str, Any]:

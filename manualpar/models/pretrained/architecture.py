@@ -124,6 +124,8 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
         if isinstance(name, str) and name in UNSUPPORTED:
             known += f"; these models have {UNSUPPORTED[name]}, which a Transformer lacks"
         raise keys.refuse("model_type", name, known)
+    if family.prepare:
+        family.prepare(keys)
     for key, value in family.must_be.items():
         if (found := keys.take(key, value)) != value and (found or value):
             raise keys.refuse(key, found, f"{value!r}, the only value that a Transformer supports")

@@ -61,6 +61,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "llama4_text": "attention within chunks, and gates that multiply the inputs of experts",
     "gemma4": "heads of two sizes, keys shared by layers, and an embedding in each layer",
     "gemma4_text": "heads of two sizes, keys shared by layers, and an embedding in each layer",
+    "granite_swa": "a base of rotations for each layer, and groups whose first layer sees all",
     "deepseek_v32": "an index that chooses the keys that each query sees",
 }
 # `model_type` -> the family that has the same models.

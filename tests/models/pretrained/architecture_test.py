@@ -49,6 +49,32 @@ def test_dense_layers_and_rotated_features_are_refused_by_their_own_key():
         parse_architecture({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}})
 
 
+def test_only_the_dense_models_of_granite_4_are_read():
+    sizes = {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
+    granite = {
+        **sizes,
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 24,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 128,
+        "init_method": "mup",
+        "logits_scaling": 4,
+    }
+    fields = complete_fields(parse_architecture(granite))
+    assert (fields["mlp_size"], fields["logit_scale"]) == (24, 0.25)
+    for key, value in (
+        ("layer_types", ["attention", "mamba"]),
+        ("layer_types", None),
+        ("num_local_experts", 64),
+        ("position_embedding_type", "nope"),
+    ):
+        refused({**granite, key: value}, key)
+    with pytest.raises(ValueError, match="no Mamba layers"):
+        parse_architecture({key: x for key, x in granite.items() if key != "layer_types"})
+
+
 def test_a_path_is_a_text_or_a_path(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read_architecture(str(tmp_path)) == read_architecture(tmp_path)

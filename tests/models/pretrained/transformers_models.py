@@ -250,6 +250,12 @@ GPT2_SIZES: dict[str, Any] = {
     "n_positions": 32,
     **dict.fromkeys(("intermediate_size", "num_key_value_heads"), ABSENT),
 }
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 8}),
     "phi3": (
@@ -264,13 +270,16 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": WINDOW}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 4.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.1,
+    "granite": ("Granite", GRANITE),
+    "granite4": (
+        "GraniteMoeHybrid",
+        GRANITE
+        | {
+            "shared_intermediate_size": 24,
+            "num_local_experts": 0,
+            "layer_types": ["attention"] * 4,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
         },
     ),
     "ministral": ("Ministral", {"sliding_window": WINDOW, "head_dim": 4}),
