@@ -47,6 +47,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "attention_window_size"), 8),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), None),
     "head_dim": 8,
+    "attention_chunk_size": 8,
+    "intermediate_size_mlp": 40,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 8,
@@ -61,6 +63,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "mamba_n_heads": 4,
     },
+    "llama4_text": {"num_experts_per_tok": 1, "floor_scale": 4},
 }
 
 
@@ -84,7 +87,8 @@ def small_config(name: str) -> Any:
     options = _options(default)
     inner = getattr(default, "text_config", None)
     if inner is not None:
-        options["text_config"] = type(inner)(**_options(inner)).to_dict()
+        of_text = _options(inner) | OF_TYPE.get(inner.model_type, {})
+        options["text_config"] = type(inner)(**of_text).to_dict()
     return config_class(**options | OF_TYPE.get(name, {}))
 
 

@@ -6,8 +6,8 @@ attends to the cache and to itself. `attend_to_kept` does not write the token's 
 the cache, so that a loop over layers only reads the cache and does not copy it.
 
 A layer keeps the latest `C` positions of each row in a ring: position `p` is in slot `p % C`. A
-layer with a window keeps only the window. Prompts are padded on the right. No query sees the
-padding, because the length of each row decides which slots hold positions.
+layer with a window, or with chunks, keeps only as many positions. Prompts are padded on the right.
+No query sees the padding, because the length of each row decides which slots hold positions.
 
 Symbols: `B` rows, `S` positions of a prompt, `C` slots, `N` query heads, `K` key and value heads,
 `G` query heads that share a key head, `H` features of a head.
@@ -64,21 +64,22 @@ def kept_positions(position_B: jax.Array, slots: int) -> jax.Array:
     return last_B1 - (last_B1 - jnp.arange(slots)[None]) % slots
 
 
-def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, window: int | None) -> jax.Array:
+def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, scoring: Scoring) -> jax.Array:
     """Returns the keys, or the values, that a layer has in its slots after the prompts.
 
     Args:
       x_BSKH: `[B, S, K, H]`, keys or values at all positions of the padded prompts.
       prompts: The lengths of the prompts.
-      window: How many positions the layer sees; `None` for all.
+      scoring: Which positions the layer sees.
 
     Returns:
-      `[B, C, K, H]`, where `C` is `prompts.size`, or the window if that is less.
+      `[B, C, K, H]`, where `C` is `prompts.size`, or the window or the chunk if that is less.
 
     Communication:
       None.
     """
-    slots = min(prompts.size, window or prompts.size)
+    limits = (prompts.size, scoring.window, scoring.chunk)
+    slots = min(limit for limit in limits if limit is not None)
     index_BC = jnp.clip(kept_positions(prompts.length, slots), 0, x_BSKH.shape[1] - 1)
     return jnp.take_along_axis(x_BSKH, index_BC[:, :, None, None], axis=1)
 
@@ -123,7 +124,7 @@ def attend_to_kept(
       value: `[B, 1, K, H]`.
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
       past: The position of each row.
-      scoring: The window and the bound of scores.
+      scoring: Which positions the layer sees, and the bound of scores.
       sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 
     Returns:
@@ -146,6 +147,8 @@ def attend_to_kept(
     first_B = jnp.maximum(past.start, 0)
     if scoring.window is not None:
         first_B = jnp.maximum(first_B, past.position - scoring.window + 1)
+    if scoring.chunk is not None:
+        first_B = jnp.maximum(first_B, past.position // scoring.chunk * scoring.chunk)
     is_seen_BC = position_BC >= first_B[:, None]
     of_kept = score("bkgh,bckh->bkgc", keys_BCKH)
     of_kept = jnp.where(is_seen_BC[:, None, None], of_kept, MASKED)

@@ -41,7 +41,12 @@ ACTIVATIONS = {
 # Whose old files say `gelu` and mean its approximation.
 GELU_IS_TANH = frozenset({"gemma"})
 # The text model of a multimodal model whose `text_config` does not name it.
-OF_WRAPPER = {"gemma3": "gemma3_text", "mistral3": "mistral", "aya_vision": "cohere2"}
+OF_WRAPPER = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "aya_vision": "cohere2",
+}
 NULLABLE = ("q_lora_rank",)  # Keys for which `null` is no default, but stands for 0.
 DEEPEST = 10_000  # The most layers.
 

@@ -48,26 +48,30 @@ def write_biases(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_bias": fields["qkv_bias"]}
 
 
-def _read_smollm3(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the layers without positions: every n-th layer, or none."""
-    layers = fields["num_layers"]
+def read_unrotated_layers(keys: Keys, layers: int) -> int:
+    """Reads which layers have no positions: returns `n` for every n-th layer, and 0 for none."""
     every = keys.take("no_rope_layer_interval", 4)
     keys.check("no_rope_layer_interval", every, int, lambda x: 1 < x < 2**31, "2 or more")
-    rotated = keys.take("no_rope_layers", None)
-    if rotated is None:
-        rotated = [int((i + 1) % every != 0) for i in range(layers)]
-    if fields["attention_window"]:
-        raise keys.refuse("sliding_window", fields["attention_window"], "null with no_rope_layers")
+    rotated = keys.take("no_rope_layers", None) or [
+        int((i + 1) % every != 0) for i in range(layers)
+    ]
     if not isinstance(rotated, list) or len(rotated) < layers:
         raise keys.refuse("no_rope_layers", rotated, f"1 or 0 for each of {layers} layers")
     rotated = rotated[:layers]
-    biases = read_biases(keys, fields)
     if all(rotated):
-        return biases
+        return 0
     every = rotated.index(0) + 1
     if rotated != [int((i + 1) % every != 0) for i in range(layers)] or every < 2:
         raise keys.refuse("no_rope_layers", rotated, "0 for every n-th layer, and 1 for the others")
-    return {**biases, "global_every": every, "unrotated_global": True}
+    return every
+
+
+def _read_smollm3(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if fields["attention_window"]:
+        raise keys.refuse("sliding_window", fields["attention_window"], "null with no_rope_layers")
+    every = read_unrotated_layers(keys, fields["num_layers"])
+    biases = read_biases(keys, fields)
+    return {**biases, "global_every": every, "unrotated_global": True} if every else biases
 
 
 def _write_smollm3(fields: Mapping[str, Any]) -> dict[str, Any]:
