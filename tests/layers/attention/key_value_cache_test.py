@@ -27,8 +27,8 @@ def test_a_slot_holds_the_latest_position_that_is_its_own():
         assert [max(position, -1) for position in found.tolist()] == expected
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (4, 2.0)])
-def test_rows_of_all_lengths_attend_as_without_a_cache(window, soft_cap):
+@pytest.mark.parametrize("scoring", [Scoring(), Scoring(4, 2.0), Scoring(chunk=5)])
+def test_rows_of_all_lengths_attend_as_without_a_cache(scoring):
     rng = np.random.default_rng(0)
     B, S, K, G, H = 3, 12, 2, 2, 4
     query, key, value = (
@@ -36,18 +36,17 @@ def test_rows_of_all_lengths_attend_as_without_a_cache(window, soft_cap):
     )
     documents = jnp.asarray([[0] * S, [0, 0, 0, *[1] * (S - 3)], [0] * S])
     starts = jnp.array([0, 3, 0])
-    options = {"window": window, "soft_cap": soft_cap}
-    expected = attention(query, key, value, documents, **options)
+    expected = attention(query, key, value, documents, **scoring._asdict())
     lengths = np.array([9, 6, 1])
-    cache = tuple(keep_prompts(x, Prompts(jnp.asarray(lengths), 16), window) for x in (key, value))
-    assert cache[0].shape == (B, window or 16, K, H)
+    cache = tuple(keep_prompts(x, Prompts(jnp.asarray(lengths), 16), scoring) for x in (key, value))
+    assert cache[0].shape == (B, scoring.window or scoring.chunk or 16, K, H)
     attend = jax.jit(attend_to_kept, static_argnums=5)
     for step in range(3):
         position = lengths + step
         new = [jnp.asarray(np.asarray(x)[np.arange(B), position][:, None]) for x in (query, key)]
         token = jnp.asarray(np.asarray(value)[np.arange(B), position][:, None])
         past = Past(jnp.asarray(position), starts)
-        out = attend(*new, token, cache, past, Scoring(window, soft_cap))
+        out = attend(*new, token, cache, past, scoring)
         wanted = np.asarray(expected)[np.arange(B), position]
         np.testing.assert_allclose(out[:, 0], wanted, atol=2e-6)
         cache = append(cache, (new[1], token), past.position)
