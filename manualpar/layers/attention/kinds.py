@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.layers.attention.blockwise_attention import Scoring
@@ -134,7 +135,11 @@ def _attend_to_chunks(
 
         of_documents = None if documents is None else cut(documents)
         out = attention(cut(query), cut(key), cut(value), of_documents, **options)
-        parts.append(out.reshape(B, stop - start, *out.shape[2:]))
+        # In mode `explicit` the examples may be sharded, and so are the chunks then.
+        spec = jax.typeof(out).sharding.spec
+        by_examples = PartitionSpec(spec[0], None, *spec[1:]) if any(spec) else None
+        out = jnp.reshape(out, (B, -1, *out.shape[1:]), out_sharding=by_examples)
+        parts.append(out.reshape(B, stop - start, *out.shape[3:]))
     return jnp.concatenate(parts, axis=1)
 
 
