@@ -21,21 +21,24 @@ CHUNKED = "chunked_attention"
 
 
 def _prepare(keys: Keys) -> None:
-    """Replaces the kinds of layers, which follow from other keys, and the number of floors."""
-    types, layers = keys.take("layer_types", None), keys.get("num_hidden_layers", None)
-    if types is not None and isinstance(layers, int):
-        every = read_unrotated_layers(Keys(keys.left, keys.where), layers)
-        expected = [FULL if every and (i + 1) % every == 0 else CHUNKED for i in range(layers)]
-        if types != expected:
-            raise keys.refuse("layer_types", types, f"{CHUNKED!r} where no_rope_layers has a 1")
+    """Removes the kinds of layers, after a check that they follow from other keys."""
+    types = keys.take("layer_types", None)
+    if types is None:
+        return
+    if not isinstance(types, list) or len(types) != keys.get("num_hidden_layers", None):
+        raise keys.refuse("layer_types", types, "the kinds of num_hidden_layers layers")
+    every = read_unrotated_layers(Keys(keys.left, keys.where), len(types))
+    if types != [FULL if every and (i + 1) % every == 0 else CHUNKED for i in range(len(types))]:
+        expected = f"{CHUNKED!r} where no_rope_layers has a 1, and otherwise {FULL!r}"
+        raise keys.refuse("layer_types", types, expected)
 
 
 def _read(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     layers = fields["num_layers"]
     every = read_unrotated_layers(keys, layers)
     asked = keys.take("attn_temperature_tuning", True)
-    # The first files say 4 and mean true.
-    keys.check("attn_temperature_tuning", bool(asked), bool, lambda x: True, "true or false")
+    if type(asked) not in (bool, int):  # The first files say 4 and mean true.
+        raise keys.refuse("attn_temperature_tuning", asked, "true or false")
     more = read_biases(keys, fields) | {"global_every": every, "unrotated_global": every > 0}
     if not every or not asked:
         more["score_growth"] = 0.0

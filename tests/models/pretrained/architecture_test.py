@@ -141,6 +141,8 @@ def test_llama_4_is_read_as_published():
         ("moe_layers", [1, True]),
         ("no_rope_layers", [0] * 48),
         ("layer_types", ["full_attention"] * 48),
+        ("layer_types", ["chunked_attention"] * 3),
+        ("attn_temperature_tuning", "yes"),
         ("num_experts_per_tok", 2),
         ("attention_chunk_size", None),
         ("interleave_moe_layer_step", 49),
