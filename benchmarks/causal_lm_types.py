@@ -47,11 +47,23 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "attention_window_size"), 8),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), None),
     "head_dim": 8,
+    "attention_chunk_size": 8,
+    "intermediate_size_mlp": 40,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
+}
+# Types whose defaults are models that we refuse, with the keys of the models that are read.
+OF_TYPE: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["attention"] * SMALL["num_hidden_layers"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+    },
+    "llama4_text": {"num_experts_per_tok": 1, "floor_scale": 4},
 }
 
 
@@ -75,8 +87,9 @@ def small_config(name: str) -> Any:
     options = _options(default)
     inner = getattr(default, "text_config", None)
     if inner is not None:
-        options["text_config"] = type(inner)(**_options(inner)).to_dict()
-    return config_class(**options)
+        of_text = _options(inner) | OF_TYPE.get(inner.model_type, {})
+        options["text_config"] = type(inner)(**of_text).to_dict()
+    return config_class(**options | OF_TYPE.get(name, {}))
 
 
 def _options(default: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.layers import enter, split
-from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
     LATENT,
@@ -69,7 +68,7 @@ class LatentAttention(nn.Module):
             latent.rank,
         )
         where = config.split.axis, config.split.sequence_dim
-        scoring = Scoring(how.window or None, how.soft_cap or None)
+        scoring = how.scoring
 
         def turn(x_BSNH: jax.Array) -> jax.Array:
             """Rotates the last `P` features."""
@@ -113,13 +112,12 @@ class LatentAttention(nn.Module):
                 _padded(value_BSNV, size),
                 document_BS,
                 kind="" if self.is_initializing() else how.kind,
-                window=scoring.window,
-                soft_cap=scoring.soft_cap,
+                **scoring._asdict(),
             )[..., :V]
         if rows is not None:
             new = turn(own_BS1L)  # The same on all devices along the axis, as the cache is.
             if isinstance(rows, Prompts):
-                new = keep_prompts(new, rows, scoring.window)
+                new = keep_prompts(new, rows, scoring)
             self.put_variable(NEW_KEYS, LATENT, new)
         dims: tuple[int, ...] = (N, V, D)
         names: DimNames = ("heads", None, "embed")

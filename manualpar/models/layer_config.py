@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.kinds import ATTENTION_KINDS, AttentionKind
 from manualpar.layers.field_groups import (
@@ -79,7 +80,9 @@ class Attention(FieldGroup):
         `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the mesh.
       window: How many positions a query sees, up to and including its own; 0 for all.
       global_every: The length of a group of layers, of which the last layer sees all positions and
-        the others see the window; 0 if all layers are alike.
+        the others see the window or the chunk; 0 if all layers are alike.
+      chunk: The length of the chunks into which sequences are divided from their beginning. A query
+        sees the positions of its own chunk up to its own position; 0 for no chunks.
       soft_cap: The bound `c` of scores: `c * tanh(score / c)`; 0 for none.
       scale: The factor of the products of queries and keys; 0 for `H ** -0.5`.
       query_key_norm: Whether the features of each query and of each key are normalized before they
@@ -90,6 +93,13 @@ class Attention(FieldGroup):
         each with a scale of its own.
       unrotated_global: Whether the last layer of a group of `global_every` layers has no positions.
         All layers may then see all positions.
+      rotated_norm: Whether each query and each key is divided by the root mean square of its
+        features after it is rotated. Layers without rotations do not divide.
+      score_growth: How fast scores grow in layers without positions, see `unrotated_global`: a
+        query at position `s` is multiplied by `1 + score_growth * log(1 + n)`, where `n` is
+        `(s + 1) / score_growth_length`, rounded down; 0 for no growth (Nakanishi,
+        https://arxiv.org/abs/2501.19399).
+      score_growth_length: See `score_growth`.
       sinks: Whether each query head has a learned score, its *sink*, that takes a share of the
         softmax: the weights of the keys sum to less than 1 (Xiao et al.,
         https://arxiv.org/abs/2309.17453). Only the kind `"blockwise"` has sinks.
@@ -106,6 +116,10 @@ class Attention(FieldGroup):
     out_bias: bool = config_field(False, "attention_out_bias")
     wide_query_key_norm: bool = config_field(False)
     unrotated_global: bool = config_field(False)
+    chunk: int = config_field(0, "attention_chunk", 0)
+    rotated_norm: bool = config_field(False)
+    score_growth: float = config_field(0.0, "", 0)
+    score_growth_length: int = config_field(8192, "", 1)
     sinks: bool = config_field(False, "attention_sinks")
     latent: Latent = Latent()
 
@@ -120,19 +134,33 @@ class Attention(FieldGroup):
             refuse(self, "unrotated_global", "False without global_every")
         if self.wide_query_key_norm and not self.query_key_norm:
             refuse(self, "wide_query_key_norm", "False without query_key_norm")
-        if self.global_every and not self.window and not self.unrotated_global:
-            refuse(self, "global_every", "0 without window, because the other layers need one")
+        if self.global_every and not (self.window or self.chunk or self.unrotated_global):
+            expected = "0 without window or chunk, because the other layers need one"
+            refuse(self, "global_every", expected)
+        if self.chunk < 0 or (self.chunk and self.window):
+            refuse(self, "chunk", "at least 1, such as 8192, or 0; and 0 with a window")
+        if self.rotated_norm and self.query_key_norm:
+            refuse(self, "rotated_norm", "False with query_key_norm")
+        if not self.score_growth >= 0:
+            refuse(self, "score_growth", "more than 0, such as 0.1, or 0 for no growth")
+        if self.score_growth_length < 1:
+            refuse(self, "score_growth_length", "at least 1, such as 8192")
         if not self.scale >= 0:
             refuse(self, "scale", "more than 0, such as 0.0625, or 0 for head_size ** -0.5")
         if not self.soft_cap >= 0:
             refuse(self, "soft_cap", "more than 0, such as 50, or 0 for none")
         refuse_unknown(self, "kind", ATTENTION_KINDS)
         if self.latent.rank:
-            for field in ("query_key_norm", "qkv_bias", "out_bias", "sinks"):
+            for field in ("query_key_norm", "qkv_bias", "out_bias", "sinks", "rotated_norm"):
                 if getattr(self, field):
                     refuse(self, field, "False with a latent, whose queries and keys have none")
         if self.sinks and self.kind not in ("", "blockwise"):
             refuse(self, "kind", "'blockwise', the only kind that has sinks, or ''")
+
+    @property
+    def scoring(self) -> Scoring:
+        """Which keys a query sees, and the bound of scores."""
+        return Scoring(self.window or None, self.soft_cap or None, self.chunk or None)
 
 
 NormKind = Literal["rms", "layer"]

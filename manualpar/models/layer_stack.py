@@ -2,9 +2,9 @@
 
 Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150), in groups of
 `global_every` layers. The last layer of a group is *global* and sees all positions. The other
-layers are *local* and see a window. Or only the last of `experts.every` layers has experts. A loop
-then runs over groups. In a model with experts, the first `dense_layers` layers have an MLP in place
-of experts, and come before the loop.
+layers are *local* and see a window or a chunk. Or only the last of `experts.every` layers has
+experts. A loop then runs over groups. In a model with experts, the first `dense_layers` layers have
+an MLP in place of experts, and come before the loop.
 
 Invariants: layer `i` has the same parameters whether layers are written out or scanned, see
 `layer_place`. Remat recomputes single layers, not groups.
@@ -230,7 +230,8 @@ def _of_kind(
     if not how.global_every:
         return config, angles.of_global
     if is_global(layer, how.global_every):
-        seeing_all = dataclasses.replace(how, window=0, global_every=0, unrotated_global=False)
+        of_local: dict[str, Any] = {"window": 0, "chunk": 0, "global_every": 0}
+        seeing_all = dataclasses.replace(how, unrotated_global=False, **of_local)
         return dataclasses.replace(config, attention=seeing_all), angles.of_global
     if how.unrotated_global or config.rotary.scales_local:
         return config, angles.of_local

@@ -41,7 +41,7 @@ class RotaryScaling(FieldGroup):
       low_factor: The number of turns below which pairs are slowed by `factor`, for `"llama3"` and
         `"yarn"`.
       high_factor: The number of turns, more than `low_factor`, above which pairs are not slowed,
-        for `"llama3"` and `"yarn"`, whose paper has 32.
+        for `"llama3"`, where both may be equal, and `"yarn"`, whose paper has 32.
       original_length: The length of the sequences in pretraining, for all kinds except `"linear"`.
       attention_factor: The factor of rotated queries and of rotated keys, for `"yarn"` and
         `"longrope"`; 0 for the factor that the papers compute from `factor`.
@@ -66,7 +66,9 @@ class RotaryScaling(FieldGroup):
             refuse(self, "factor", "at least 1, because rotations become slower by this factor")
         if not self.kind and self.factor != 1:
             refuse(self, "factor", "1 without kind")
-        if not 0 < self.low_factor < self.high_factor:
+        # Without pairs between the limits both may be equal, as in Llama 4 Scout.
+        are_equal = self.kind == "llama3" and self.low_factor == self.high_factor
+        if not 0 < self.low_factor < self.high_factor and not (are_equal and self.low_factor > 0):
             refuse(self, "low_factor", f"between 0 and high_factor={self.high_factor}")
         if self.original_length < 1:
             refuse(self, "original_length", "at least 1, such as 8192")
@@ -125,7 +127,8 @@ class RotaryScaling(FieldGroup):
             kept = 1.0 - self._slowed_share(base, size)
         else:
             turns = self.original_length * frequencies / (2 * math.pi)
-            between = (turns - self.low_factor) / (self.high_factor - self.low_factor)
+            width = max(self.high_factor - self.low_factor, 1e-9)
+            between = (turns - self.low_factor) / width
             kept = jnp.clip(between, 0.0, 1.0)
         return kept * frequencies + (1 - kept) * slowest
 
@@ -251,6 +254,16 @@ def rotate(
     if rest.shape[-1]:
         turned.append(scaled(rest, scale).astype(jnp.float32))
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def unit(x: jax.Array, epsilon: float) -> jax.Array:
+    """Divides by the root mean square of the last dim, in float32, and casts to the dtype of `x`.
+
+    `epsilon` is added to the mean of squares.
+    """
+    y = x.astype(jnp.float32)
+    mean = jnp.square(y).mean(-1, keepdims=True)
+    return (y * jax.lax.rsqrt(mean + epsilon)).astype(x.dtype)
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:

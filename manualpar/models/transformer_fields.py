@@ -50,15 +50,17 @@ def size_of_vocabulary(model: "Transformer") -> int:
 
 
 def window_of(model: "Transformer", layer: int) -> int:
-    """Returns how many positions a query in layer `layer` sees; 0 for all."""
-    return 0 if is_global(layer, model.attention.global_every) else model.attention.window
+    """Returns how many positions a query in layer `layer` sees at most; 0 for all."""
+    attention = model.attention
+    return 0 if is_global(layer, attention.global_every) else attention.window or attention.chunk
 
 
 def layers_by_window(model: "Transformer") -> tuple[tuple[int, int], ...]:
     """Counts the layers of each kind: pairs of a window (see `window_of`) and a layer count."""
     every = model.attention.global_every
     of_global = model.num_layers // every if every else 0
-    return (model.attention.window, model.num_layers - of_global), (0, of_global)
+    of_local = model.attention.window or model.attention.chunk
+    return (of_local, model.num_layers - of_global), (0, of_global)
 
 
 def layers_with_experts(model: "Transformer") -> int:
@@ -78,8 +80,8 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
 
     Args:
       model: The model.
-      sequence_length: Positions of a sequence; `S` is this number, or a layer's window if it is
-        smaller.
+      sequence_length: Positions of a sequence; `S` is this number, or a layer's window or chunk if
+        that is smaller.
 
     Returns:
       Multiplications and additions of one token's forward and backward pass.
@@ -163,6 +165,10 @@ def _check_groups(model: "Transformer") -> None:
         refuse_in("rotary", field, "0 with attention.latent, whose rotary_size is rotated")
     if latent.rank and attention.unrotated_global:
         refuse_in("attention", "unrotated_global", "False with attention.latent")
+    if attention.score_growth and not attention.unrotated_global:
+        refuse_in("attention", "score_growth", "0 without attention.unrotated_global")
+    if attention.rotated_norm and model.rotary.learned:
+        refuse_in("attention", "rotated_norm", "False with rotary.learned, without rotations")
     if model.rotary.local_base and attention.unrotated_global:
         refuse_in("rotary", "local_base", "0 with attention.unrotated_global")
     if attention.wide_query_key_norm and (model.norm.kind == "layer" or model.norm.offset):

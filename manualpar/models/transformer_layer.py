@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.layers import MoE, enter, split
-from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
     NEW_KEYS,
@@ -36,7 +35,7 @@ from manualpar.layers.wide_norm import mean_square_of_heads
 from manualpar.models.latent_attention import LatentAttention
 from manualpar.models.layer_config import ACTIVATIONS, LayerConfig
 from manualpar.models.layer_parts import DimNames, make_product, marked, split_dims
-from manualpar.models.rotary import rotate, scaled
+from manualpar.models.rotary import rotate, scaled, unit
 
 
 class Layer(nn.Module):
@@ -104,8 +103,7 @@ class SelfAttention(nn.Module):
     ) -> jax.Array:
         """Computes attention from the result of `enter_normalized`; `Layer` adds the output."""
         config, hidden_size = self.config, self.config.hidden_size
-        how, window = config.attention, config.attention.window or None
-        soft_cap = how.soft_cap or None
+        how = config.attention
         query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
         key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
         out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
@@ -124,6 +122,14 @@ class SelfAttention(nn.Module):
         # Attention multiplies scores by `H ** -0.5`, so `how.scale` is divided by this factor.
         scale = how.scale * config.head_size**0.5 or 1.0
         if angles_SH is None:
+            if how.score_growth:
+                query_BSNH = self._grown(query_BSNH, rows)
+            query_BSNH = scaled(query_BSNH, scale)
+        elif how.rotated_norm:
+            query_BSNH, key_BSKH = (
+                unit(rotate(x, angles_SH, rotary=config.rotary), config.norm.epsilon)
+                for x in (query_BSNH, key_BSKH)
+            )
             query_BSNH = scaled(query_BSNH, scale)
         else:
             query_BSNH = rotate(query_BSNH, angles_SH, scale=scale, rotary=config.rotary)
@@ -132,9 +138,8 @@ class SelfAttention(nn.Module):
         sinks_N = _sinks(self, config)
         if isinstance(rows, Past):
             kept: Any = self.get_variable(CACHE, "key"), self.get_variable(CACHE, "value")
-            scoring = Scoring(window, soft_cap)
             mixed_BSNH = attend_to_kept(
-                query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring, sinks_N
+                query_BSNH, key_BSKH, value_BSKH, kept, rows, how.scoring, sinks_N
             )
         else:
             # Parameters do not depend on the implementation of attention. So initialization uses an
@@ -145,18 +150,28 @@ class SelfAttention(nn.Module):
                 value_BSKH,
                 document_BS,
                 kind="" if self.is_initializing() else how.kind,
-                window=window,
-                soft_cap=soft_cap,
                 sinks=sinks_N,
+                **how.scoring._asdict(),
             )
         if rows is not None:
             for name, x in (("key", key_BSKH), ("value", value_BSKH)):
                 if isinstance(rows, Prompts):
-                    x = keep_prompts(x, rows, window)
+                    x = keep_prompts(x, rows, how.scoring)
                 self.put_variable(NEW_KEYS, name, x)
         of_out: Any = {"scale": config.added_scale, "use_bias": how.out_bias, "name": "out"}
         leave = make_product(config, *out, contracted=2, **of_out)
         return leave(mixed_BSNH)
+
+    def _grown(self, query_BSNH: jax.Array, rows: Prompts | Past | None) -> jax.Array:
+        """Multiplies queries by the factors that grow with their positions."""
+        how = self.config.attention
+        if isinstance(rows, Past):
+            positions = rows.position
+        else:
+            positions = self.config.context.positions(query_BSNH.shape[1])[None]
+        number = jnp.floor((positions.astype(jnp.float32) + 1) / how.score_growth_length)
+        factor = 1 + how.score_growth * jnp.log1p(number)
+        return (query_BSNH.astype(jnp.float32) * factor[..., None, None]).astype(query_BSNH.dtype)
 
 
 class GatedMLP(nn.Module):

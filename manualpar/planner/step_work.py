@@ -39,7 +39,6 @@ from manualpar.inspect.flops import Product, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.inspect.tick_parts import TickParts
-from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.kinds import best_kind
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_head
@@ -220,9 +219,10 @@ def has_kernel(model: Any, program: Program, chip: Chip) -> bool:
     heads = jax.ShapeDtypeStruct(
         (examples, tokens.shape[1], model.num_heads, size_of_head(model)), model.dtype
     )
-    scoring = Scoring(model.attention.window or None, model.attention.soft_cap or None)
     has_documents = isinstance(inputs, Mapping) or model.bos_token >= 0
-    kind = best_kind(chip.device, heads, heads, scoring, has_documents=has_documents)
+    kind = best_kind(
+        chip.device, heads, heads, model.attention.scoring, has_documents=has_documents
+    )
     return kind != "blockwise"
 
 

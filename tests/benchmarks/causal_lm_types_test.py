@@ -19,4 +19,4 @@ def test_a_small_checkpoint_of_every_family_is_exact(name):
 
 def test_a_type_without_a_family_is_refused_by_its_name():
     assert judge_apart("xglm") == ("refused", "no family")
-    assert judge_apart("llama4_text").reason.startswith("attention within chunks")
+    assert judge_apart("gemma4_text").reason.startswith("heads of two sizes")

@@ -125,3 +125,7 @@ def test_slow_rotations_keep_what_turns_fast():
     assert 0.5 < kept[1] < 0.8
     scaled = rotary_angles(jnp.arange(4), 8, base=1e4, scaling=scaling)
     np.testing.assert_allclose(scaled, plain * (kept + (1 - kept) / 8)[None], rtol=1e-5)
+    # Without pairs between the limits.
+    at_once = RotaryScaling("llama3", 8.0, 1.0, 1.0, round(64 * math.pi))
+    scaled = rotary_angles(jnp.arange(4), 8, base=1e4, scaling=at_once)
+    np.testing.assert_allclose(scaled, plain / np.where(turns > 1, 1, 8)[None], rtol=1e-6)

@@ -10,6 +10,7 @@ import pytest
 from manualpar import Batch, Pipeline, fsdp, make_mesh
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import with_fields
+from tests.models.transformer_families import LLAMA4
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 SMALL = Transformer(
@@ -55,6 +56,11 @@ MESHES = {
     "context": (
         {"data": 2, "context": 4},
         {"context_axis": "context"},
+        {"context_axis": "context"},
+    ),
+    "chunks": (
+        {"data": 2, "context": 4},
+        {"context_axis": "context", **LLAMA4, "attention_chunk": 5},
         {"context_axis": "context"},
     ),
     "stages": ({"data": 4, "stage": 2}, {}, {"pipeline": Pipeline(), "num_minibatches": 2}),

@@ -8,7 +8,7 @@ from manualpar import Batch, assert_same_as_one_device
 from manualpar.models.flat_fields import with_fields
 from tests.models import split_layers
 from tests.models.split_layers import BOS, EXPERTS
-from tests.models.transformer_families import GEMMA, QWEN
+from tests.models.transformer_families import GEMMA, LLAMA4, QWEN
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax
 
 SMALL = with_fields(split_layers.SMALL, split_axis="", context_axis="context")
@@ -45,6 +45,7 @@ def _cases():
     yield "dp", "4x2", {"remat": "full"}, {}
     for how in ("ring", "ulysses", "gather"):
         yield "fsdp", "2x4", GEMMA | QWEN | {"context_attention": how}, {}
+        yield "fsdp", "2x4", LLAMA4 | {"attention_chunk": 6, "context_attention": how}, {}
     yield "dp", "model", SPLIT | GEMMA | QWEN | {"overlap": "ring", "remat": "full"}, {}
     for mesh in ("1x8", "2x4", "4x2"):
         yield "fsdp", mesh, {}, {}
@@ -81,6 +82,7 @@ def test_a_split_sequence_is_the_same_as_one_device(build, mesh, fields, options
         ("fsdp", "4x2", {"remat": "full"}),
         ("dp", "1x8", {"num_kv_heads": 1, "scan_layers": False}),
         ("hsdp", "replicas", {}),
+        ("fsdp", "2x4", LLAMA4 | {"num_kv_heads": 4}),
     ],
 )
 def test_sequences_of_global_arrays_are_split(mode, build, mesh, fields, devices8):

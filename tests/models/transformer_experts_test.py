@@ -17,7 +17,13 @@ from manualpar.models.flat_fields import with_fields
 from manualpar.models.generation import Generator
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.layer_stack import layer_place
-from tests.models.transformer_families import GPT_OSS, GPT_OSS_EXPERTS, LATENT
+from tests.models.transformer_families import (
+    GPT_OSS,
+    GPT_OSS_EXPERTS,
+    LATENT,
+    LLAMA4,
+    LLAMA4_EXPERTS,
+)
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 SMALL = Transformer(
@@ -52,6 +58,7 @@ DEEPSEEK_V3 = with_fields(
     dense_layers=1,
     dense_mlp_size=24,
 )
+SCOUT = with_fields(SMALL, **LLAMA4, **LLAMA4_EXPERTS)
 OSS = with_fields(SMALL, **GPT_OSS, **GPT_OSS_EXPERTS)
 LATENT_V3 = with_fields(DEEPSEEK_V3, **LATENT, num_kv_heads=0)
 LOCAL = {"attention_window": 3, "global_every": 2, "remat": "full"}
@@ -112,6 +119,18 @@ CASES: list[Any] = [
         {"stage": 2, "data": 2, "model": 2},
         {"num_minibatches": 4},
     ),
+    (SCOUT, SEQUENCE | {"remat": "full"}, {"data": 2, "expert": 2, "model": 2}, {}),
+    (SCOUT, SPLIT | {"capacity_factor": 0.75}, {"data": 1, "expert": 4, "model": 2}, {}),
+    *(
+        (
+            SCOUT,
+            SPLIT | CONTEXT | {"context_attention": how},
+            {"data": 2, "context": 2, "model": 2},
+            {},
+        )
+        for how in ("ring", "ulysses", "gather")
+    ),
+    (SCOUT, SEQUENCE | {"num_layers": 4}, STAGES, {"num_minibatches": 4}),
     (LATENT_V3, SEQUENCE, {"data": 2, "expert": 2, "model": 2}, {}),
     (LATENT_V3, SPLIT | {"latent_query_rank": 0, "remat": "dots"}, {"data": 2, "model": 4}, {}),
     (LATENT_V3, SPLIT | CONTEXT, {"data": 1, "expert": 2, "context": 2, "model": 2}, {}),

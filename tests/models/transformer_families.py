@@ -63,3 +63,22 @@ LATENT: dict[str, Any] = {
     "head_size": 10,
     "rotary_interleaved": True,
 }
+# Llama 4's: chunks, layers without positions whose scores grow, norms after rotation, and gates
+# that multiply the inputs of experts.
+LLAMA4: dict[str, Any] = {
+    "num_layers": 3,
+    "global_every": 2,
+    "unrotated_global": True,
+    "attention_chunk": 3,
+    "rotated_norm": True,
+    "score_growth": 0.7,
+    "score_growth_length": 2,
+    "rotary_interleaved": True,
+}
+LLAMA4_EXPERTS: dict[str, Any] = {
+    "expert_gates": "sigmoid",
+    "normalize_gates": False,
+    "gates_on_inputs": True,
+    "experts_per_token": 1,
+    "shared_experts_size": 8,
+}

@@ -8,7 +8,7 @@ import pytest
 from manualpar.models.flat_fields import with_fields
 from manualpar.models.transformer_fields import size_of_vocabulary
 from tests.models.split_layers import EXPERTS, SMALL, _batch, build_program
-from tests.models.transformer_families import GEMMA, QWEN
+from tests.models.transformer_families import GEMMA, LLAMA4, QWEN
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, on_one_device
 from tests.one_device import slow_unless
 
@@ -36,6 +36,8 @@ FAST = (("fsdp", "2x4", EVERYTHING | QWEN, {}),)
 def _cases():
     yield from FAST
     yield "fsdp", "2x4", GEMMA | {"sequence_parallel": True, "overlap": "ring"}, {}
+    yield "fsdp", "2x4", LLAMA4 | {"sequence_parallel": True, "overlap": "ring"}, {}
+    yield "fsdp", "2x4", LLAMA4, {"mode": "auto"}
     yield "zero2", "2x4", GEMMA | QWEN | {"remat": "full"}, {"num_minibatches": 2}
     yield "fsdp", "1x8", GEMMA | QWEN | {"num_kv_heads": 1, "sequence_parallel": True}, {}
     yield "hsdp", "replicas", GEMMA | QWEN | {"scan_layers": False, "remat": "dots"}, {}

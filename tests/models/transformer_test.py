@@ -291,7 +291,7 @@ def test_every_kind_of_attention_is_the_same_function():
     chex.assert_trees_all_close(*grads, rtol=1e-4, atol=1e-6)
 
 
-def test_a_window_hides_what_is_farther_away_and_a_cap_bounds_scores():
+def test_windows_and_chunks_hide_what_is_outside_and_a_cap_bounds_scores():
     model = with_fields(SMALL, num_layers=1, attention_window=3)
     params, tokens = _params(model), _tokens((1, 8))
     other = tokens.at[0, 0].add(1) % model.vocab_size
@@ -299,6 +299,12 @@ def test_a_window_hides_what_is_farther_away_and_a_cap_bounds_scores():
     differs = (jnp.abs(before - after) > 1e-6).any(-1)
     assert differs.tolist() == [True] * 3 + [False] * 5
     assert flops_per_token(model, 100) == flops_per_token(with_fields(model, attention_window=0), 3)
+    chunked = with_fields(model, attention_window=0, attention_chunk=5)
+    before_chunk, after_chunk = (_logits(chunked, params, x)[0] for x in (tokens, other))
+    differs = (jnp.abs(before_chunk - after_chunk) > 1e-6).any(-1)
+    assert differs.tolist() == [True] * 5 + [False] * 3
+    assert flops_per_token(chunked, 100) == flops_per_token(chunked, 5)
+    assert flops_per_token(chunked, 3) == flops_per_token(model, 3)
     capped = _logits(with_fields(model, attention_soft_cap=0.1), params, tokens)[0]
     assert jnp.abs(before - capped).max() > 1e-3
 

@@ -113,7 +113,25 @@ REFUSED = [
     ),
     *fields(
         init,
+        TWO_KINDS,
+        ({"attention_chunk": -1}, "Attention: chunk is -1, expected at least 1, such as 8192"),
+        ({"attention_chunk": 4}, "Attention: chunk is 4, .* and 0 with a window"),
+        (
+            {"rotated_norm": True, "query_key_norm": True},
+            "Attention: rotated_norm is True, expected False with query_key_norm",
+        ),
+        ({"score_growth": -1.0}, "Attention: score_growth is -1.0, expected more than 0"),
+        ({"score_growth_length": 0}, "Attention: score_growth_length is 0, expected at least 1"),
+        (
+            {"score_growth": 0.1},
+            "attention.score_growth is 0.1, expected 0 without attention.unrotated_global",
+        ),
+        ({"gates_on_inputs": True}, "Experts: gates_on_inputs is True, expected False without"),
+    ),
+    *fields(
+        init,
         QWEN,
+        ({"gates_on_inputs": True}, "Experts: gates_on_inputs is True, expected False with top"),
         ({"num_experts": 0}, "Experts: shared_size is 12, expected 0 without num_experts"),
         ({"gate_scale": 0.0}, "Experts: gate_scale is 0.0, expected more than 0"),
         ({"expert_gates": "relu"}, "Experts: gates is 'relu', expected one of 'softmax', 'sig"),
@@ -148,10 +166,15 @@ REFUSED = [
         ),
         ({"head_size": 4}, "head_size is 4, expected more than attention.latent.rotary_size=4"),
         ({"attention_sinks": True}, "Attention: sinks is True, expected False with a latent"),
+        ({"rotated_norm": True}, "Attention: rotated_norm is True, expected False with a latent"),
     ),
     *fields(
         init,
         SMALL,
+        (
+            {"learned_positions": 8, "rotated_norm": True},
+            "attention.rotated_norm is True, expected False with rotary.learned",
+        ),
         ({"learned_positions": 3}, "tokens have 4 positions, expected at most rotary.learned=3"),
         ({"logit_soft_cap": -1.0}, "logit_soft_cap is -1.0, expected more than 0, such as 30, or"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0, expected from 0 to less than 1"),

@@ -108,10 +108,16 @@ class Scoring(NamedTuple):
       window: How many positions a query sees, including the query's position; `None` for all.
       soft_cap: Bounds scores: a score becomes `soft_cap * tanh(score / soft_cap)`; `None` for no
         bound.
+      chunk: The length of the chunks into which sequences are divided from their beginning. A query
+        sees only keys of its own chunk; `None` for no chunks.
     """
 
     window: int | None = None
     soft_cap: float | None = None
+    chunk: int | None = None
+
+
+EVERYTHING = Scoring()
 
 
 def block_size(length: int, longest: int = 0) -> int:
@@ -193,12 +199,14 @@ def spans(length: int, size: int, start: int = 0) -> np.ndarray:
     return start + np.stack([first, np.minimum(first + size, length) - 1], axis=1)
 
 
-def seen_pairs(queries: np.ndarray, keys: np.ndarray, window: int | None = None) -> np.ndarray:
+def seen_pairs(queries: np.ndarray, keys: np.ndarray, scoring: Scoring = EVERYTHING) -> np.ndarray:
     """Returns the pairs of blocks in which, by their positions, a query sees a key, `[P, 2]`."""
     (first_query, last_query), (first_key, last_key) = queries.T[..., None], keys.T[:, None]
     is_seen = last_query >= first_key
-    if window is not None:
-        is_seen &= first_query - last_key < window
+    if scoring.window is not None:
+        is_seen &= first_query - last_key < scoring.window
+    if scoring.chunk is not None:
+        is_seen &= first_query // scoring.chunk <= last_key // scoring.chunk
     return np.argwhere(is_seen).astype(np.int32)
 
 
@@ -330,6 +338,9 @@ def _scores(queries: Queries, keys: Keys, scoring: Scoring) -> tuple[jax.Array, 
     is_seen = distance >= 0
     if scoring.window is not None:
         is_seen &= distance < scoring.window
+    if scoring.chunk is not None:
+        of_query, of_key = queries.position // scoring.chunk, keys.position // scoring.chunk
+        is_seen &= of_query[:, None] == of_key[None]
     is_seen = is_seen[None]
     if queries.document is not None and keys.document is not None:
         is_seen = is_seen & (queries.document[:, :, None] == keys.document[:, None])

@@ -70,7 +70,7 @@ def attend_in_blocks(
       key: `[B, S, K, H]`, where `K` divides `N`.
       value: `[B, S, K, H]`, of the dtype of `key`.
       documents: `int32[B, S]`, or `None` if each sequence is one document.
-      scoring: The window, and the cap of scores.
+      scoring: Which keys a query sees, and the cap of scores.
       sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 
     Returns:
@@ -86,7 +86,7 @@ def attend_in_blocks(
     length = query.shape[1]
     size, positions = block_size(length), jnp.arange(length, dtype=jnp.int32)
     blocks = spans(length, size)
-    pairs = seen_pairs(blocks, blocks, scoring.window)
+    pairs = seen_pairs(blocks, blocks, scoring)
     labels = _Labels(positions, positions, documents, documents, pairs)
     return _attend_varying(query, key, value, sinks, labels, _Cut(size, 1, scoring))
 
@@ -114,7 +114,7 @@ def attend_from_half_blocks(
       documents: The documents of the queries, `int32[B, S]`, and of the keys, `int32[B, C S]`; or
         `(None, None)` if each sequence is one document.
       axis: The mesh axis over which the sequence is split.
-      scoring: The window, and the cap of scores.
+      scoring: Which keys a query sees, and the cap of scores.
       sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 
     Returns:
@@ -128,13 +128,13 @@ def attend_from_half_blocks(
     """
     devices, half = jax.lax.axis_size(axis), query.shape[1] // 2
     device, size = jax.lax.axis_index(axis), block_size(half, key.shape[1])
-    pairs = jnp.asarray(_pairs_of_devices(devices, half, size, scoring.window))[device]
+    pairs = jnp.asarray(_pairs_of_devices(devices, half, size, scoring))[device]
     key_positions = jnp.arange(key.shape[1], dtype=jnp.int32)
     labels = _Labels(positions, key_positions, documents[0], documents[1], pairs)
     return _attend_varying(query, key, value, sinks, labels, _Cut(size, 2, scoring))
 
 
-def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) -> np.ndarray:
+def _pairs_of_devices(devices: int, half: int, size: int, scoring: Scoring) -> np.ndarray:
     """Returns the pairs of blocks that each device computes, `[C, P, 2]`.
 
     A half-block has `half` positions, and a block has `size` positions.
@@ -142,7 +142,7 @@ def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) ->
     keys, lists = spans(2 * devices * half, size), []
     for device in range(devices):
         halves = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
-        lists.append(seen_pairs(np.concatenate(halves), keys, window))
+        lists.append(seen_pairs(np.concatenate(halves), keys, scoring))
     # A device with fewer pairs gets the pair (first queries, last keys) in addition, as often as
     # needed. This pair has no effect, because none of these queries sees one of these keys.
     most, unseen = max(map(len, lists)), np.array([[0, len(keys) - 1]], np.int32)

@@ -186,6 +186,7 @@ class Context(FieldGroup):
         kind: AttentionKind = "",
         window: int | None = None,
         soft_cap: float | None = None,
+        chunk: int | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Attends causally within documents.
@@ -201,6 +202,7 @@ class Context(FieldGroup):
             supports these blocks.
           window: How many positions a query sees, including the query's position; `None` for all.
           soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
+          chunk: The length of the chunks, see `manualpar.layers.attention.kinds`; `None` for none.
           sinks: `float32[N]`, the sinks, see `manualpar.layers.attention.kinds`; `None` for none.
 
         Returns:
@@ -222,8 +224,8 @@ class Context(FieldGroup):
         Gradient:
           Written by hand for `"ring"`, see `ring_attention`.
         """
-        scoring = Scoring(window, soft_cap)
-        attend = functools.partial(attention, kind=kind, window=window, soft_cap=soft_cap)
+        scoring = Scoring(window, soft_cap, chunk)
+        attend = functools.partial(attention, kind=kind, **scoring._asdict())
         if self.size == 1:
             return self._attend_to_global(attend, query, key, value, documents, sinks)
         self._check_length("attention", query.shape[1])

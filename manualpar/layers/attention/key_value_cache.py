@@ -7,13 +7,13 @@ write the tokens' keys and values into the cache, so that a loop over layers onl
 and does not copy it.
 
 A layer keeps the latest `C` positions of each row in a ring: position `p` is in slot `p % C`. A
-layer with a window keeps only the window. Prompts are padded on the right. No query sees the
-padding, because the length of each row decides which slots hold positions.
+layer with a window, or with chunks, keeps only as many positions. Prompts are padded on the right.
+No query sees the padding, because the length of each row decides which slots hold positions.
 
 New tokens may turn out to be wrong. Then the row goes on at the position of the first wrong token:
 no query sees the keys of wrong tokens, and the tokens that follow overwrite them. In a ring the
-wrong keys have replaced older keys, so a layer with a window has `Prompts.spare` more slots than
-its window. With at most `spare` wrong tokens the replaced positions are outside every later window.
+wrong keys have replaced older keys, so a layer with a window or with chunks has `Prompts.spare`
+more slots. With at most `spare` wrong tokens no later token sees the replaced positions.
 
 Symbols: `B` rows, `S` positions of a prompt or new tokens, `C` slots, `N` query heads, `K` key and
 value heads, `G` query heads that share a key head, `H` features of a head.
@@ -73,22 +73,23 @@ def kept_positions(position_B: jax.Array, slots: int) -> jax.Array:
     return last_B1 - (last_B1 - jnp.arange(slots)[None]) % slots
 
 
-def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, window: int | None) -> jax.Array:
+def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, scoring: Scoring) -> jax.Array:
     """Returns the keys, or the values, that a layer has in its slots after the prompts.
 
     Args:
       x_BSKH: `[B, S, K, H]`, keys or values at all positions of the padded prompts.
       prompts: The lengths of the prompts.
-      window: How many positions the layer sees; `None` for all.
+      scoring: Which positions the layer sees.
 
     Returns:
-      `[B, C, K, H]`, where `C` is `prompts.size`, or the window and `prompts.spare` if that is
-      less.
+      `[B, C, K, H]`, where `C` is `prompts.size`, or the window or the chunk and `prompts.spare` if
+      that is less.
 
     Communication:
       None.
     """
-    slots = min(prompts.size, window + prompts.spare if window else prompts.size)
+    seen = [limit for limit in (scoring.window, scoring.chunk) if limit is not None]
+    slots = min([prompts.size, *(limit + prompts.spare for limit in seen)])
     index_BC = jnp.clip(kept_positions(prompts.length, slots), 0, x_BSKH.shape[1] - 1)
     return jnp.take_along_axis(x_BSKH, index_BC[:, :, None, None], axis=1)
 
@@ -133,7 +134,7 @@ def attend_to_kept(
       value: `[B, S, K, H]`.
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
       past: The positions of the new tokens.
-      scoring: The window and the bound of scores.
+      scoring: Which positions the layer sees, and the bound of scores.
       sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 
     Returns:
@@ -160,6 +161,10 @@ def attend_to_kept(
     first_BS1 = jnp.maximum(past.start, 0)[..., None]
     if scoring.window is not None:
         first_BS1 = jnp.maximum(first_BS1, past.position[..., None] - scoring.window + 1)
+    if scoring.chunk is not None:
+        first_BS1 = jnp.maximum(
+            first_BS1, past.position[..., None] // scoring.chunk * scoring.chunk
+        )
     of_kept = score(kept[0], kept_positions(past.position[:, 0], C)[:, None] >= first_BS1)
     is_before = jnp.tri(S, dtype=bool)[None]
     of_new = score(key, is_before & (past.position[:, None] >= first_BS1))

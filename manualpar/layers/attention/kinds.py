@@ -16,9 +16,12 @@ Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, 
 head.
 """
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.layers.attention.blockwise_attention import Scoring
@@ -53,6 +56,7 @@ def attention(
     kind: AttentionKind = "",
     window: int | None = None,
     soft_cap: float | None = None,
+    chunk: int | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends causally within documents.
@@ -67,6 +71,8 @@ def attention(
       window: How many positions a query sees, including the query's position; `None` for all.
       soft_cap: Bounds scores: a score becomes `soft_cap * tanh(score / soft_cap)`; `None` for no
         bound.
+      chunk: The length of the chunks into which sequences are divided from their beginning. A query
+        sees only keys of its own chunk; `None` for no chunks.
       sinks: `float32[N]`, the score of each head's *sink*: a key that every query sees, and whose
         value is 0, so that the weights of the other keys sum to less than 1; `None` for none. Only
         `"blockwise"` has sinks.
@@ -80,10 +86,13 @@ def attention(
     Communication:
       None.
     """
-    check_attention(query, key, value, documents, scoring := Scoring(window, soft_cap))
+    check_attention(query, key, value, documents, scoring := Scoring(window, soft_cap, chunk))
     if kind not in ATTENTION_KINDS:
         known = ", ".join(map(repr, ATTENTION_KINDS))
         raise ValueError(f"attention: kind is {kind!r}, expected one of {known}.")
+    if chunk is not None and chunk < query.shape[1]:
+        options: Any = {"kind": kind, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        return _attend_to_chunks(query, key, value, documents, chunk, options)
     misfit = _misfit(kind, query, key, documents, scoring) if kind else None
     if kind not in ("", "blockwise") and sinks is not None:
         misfit = "the heads have sinks, but only 'blockwise' has them"
@@ -102,6 +111,36 @@ def attention(
     if kind == "cudnn":
         return cudnn_attention(query, key, value, documents, window=window)
     return dot_product_attention(query, key, value, documents, window, "xla")
+
+
+def _attend_to_chunks(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    chunk: int,
+    options: Mapping[str, Any],
+) -> jax.Array:
+    """Attends within chunks: each chunk is a sequence of its own, and so is the rest at the end."""
+    B, S = query.shape[:2]
+    end, parts = S // chunk * chunk, []
+    for start, stop in ((0, end), (end, S)):
+        if start == stop:
+            continue
+
+        def cut(x: jax.Array, start: int = start, stop: int = stop) -> jax.Array:
+            size = min(chunk, stop - start)
+            x = x[:, start:stop].reshape(B, -1, size, *x.shape[2:])
+            return x.reshape(-1, *x.shape[2:])
+
+        of_documents = None if documents is None else cut(documents)
+        out = attention(cut(query), cut(key), cut(value), of_documents, **options)
+        # In mode `explicit` the examples may be sharded, and so are the chunks then.
+        spec = jax.typeof(out).sharding.spec
+        by_examples = PartitionSpec(spec[0], None, *spec[1:]) if any(spec) else None
+        out = jnp.reshape(out, (B, -1, *out.shape[1:]), out_sharding=by_examples)
+        parts.append(out.reshape(B, stop - start, *out.shape[3:]))
+    return jnp.concatenate(parts, axis=1)
 
 
 def check_attention(
@@ -140,6 +179,10 @@ def check_attention(
     if scoring.window is not None and scoring.window < 1:
         raise ValueError(
             f"attention: window is {scoring.window}, expected at least 1, or None for all."
+        )
+    if scoring.chunk is not None and scoring.chunk < 1:
+        raise ValueError(
+            f"attention: chunk is {scoring.chunk}, expected at least 1, or None for no chunks."
         )
     if scoring.soft_cap is not None and not scoring.soft_cap > 0:
         raise ValueError(

@@ -80,7 +80,7 @@ def ring_attention(
       documents: `int32[C, B, S]`, the documents of the positions of every device; `None` if each
         sequence is one document.
       axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
-      scoring: The window, and the cap of scores. Keys outside of the window are sent too.
+      scoring: Which keys a query sees, and the cap of scores. Keys that no query sees are sent too.
       by_kernel: Whether JAX's kernel for TPUs computes the half-blocks, see `splash_ring`.
       sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
 

@@ -39,11 +39,11 @@ from manualpar.layers.boundaries import platform_traced_for
 def fits_parts(query: jax.Array, key: jax.Array, length: int, scoring: Scoring) -> bool:
     """Returns whether the code is traced for TPUs and the kernel can attend to `length` keys.
 
-    The kernel cannot be used with a window, because each device would need a different mask, and
-    the kernel's mask is a constant.
+    The kernel cannot be used with a window or chunks, because each device would need a different
+    mask, and the kernel's mask is a constant.
     """
     is_tpu = platform_traced_for() == "tpu" and splash_misfit(query, key) is None
-    return is_tpu and scoring.window is None and length % LANES == 0
+    return is_tpu and scoring.window is None and scoring.chunk is None and length % LANES == 0
 
 
 def attend_part(

@@ -3,6 +3,10 @@
 import dataclasses
 from typing import Any, get_args
 
+import jax
+
+from manualpar.core.mesh.axes import axis_tuple
+from manualpar.layers.boundaries import bound_axes
 from manualpar.layers.field_groups import (
     MOST_WRITTEN_OUT,
     FieldGroup,
@@ -13,7 +17,8 @@ from manualpar.layers.field_groups import (
 )
 from manualpar.layers.moe.routing import Gates, GroupScore
 
-OF_EXPERTS = ("router_bias", "biases", "swiglu_limit", "swiglu_alpha")  # Need `num_experts`.
+# Fields that need `num_experts`.
+OF_EXPERTS = ("router_bias", "biases", "swiglu_limit", "swiglu_alpha", "gates_on_inputs")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -31,6 +36,8 @@ class Experts(FieldGroup):
       gates: How the router's logits become scores.
       normalize_gates: Whether the gates of a token are divided by their sum.
       gate_scale: The factor that multiplies the gates after their normalization.
+      gates_on_inputs: Whether the gate of an expert multiplies the expert's input, and not its
+        output; only with `top_k=1`.
       router_bias: Whether each router has a bias for the choice of experts, in the collection
         `router`. Training does not change it.
       groups: The number of groups of experts; 1 for no groups. A token chooses groups first, and
@@ -55,6 +62,7 @@ class Experts(FieldGroup):
     gates: Gates = config_field("softmax", "expert_gates", choices=get_args(Gates))
     normalize_gates: bool = config_field(True)
     gate_scale: float = config_field(1.0, "", 0)
+    gates_on_inputs: bool = config_field(False)
     router_bias: bool = config_field(False)
     groups: int = config_field(1, "expert_groups", 1, below=2**20)
     groups_per_token: int = config_field(1, "expert_groups_per_token", 1, below=2**20)
@@ -126,6 +134,8 @@ def check_routing(experts: Any) -> None:
     number, top_k, groups = experts.num_experts, experts.top_k, experts.groups
     if not 1 <= top_k <= number:
         refuse(experts, "top_k", f"from 1 to num_experts={number}")
+    if experts.gates_on_inputs and top_k > 1:
+        refuse(experts, "gates_on_inputs", f"False with top_k={top_k}, or top_k=1")
     if not experts.gate_scale > 0:
         refuse(experts, "gate_scale", "more than 0, such as 2.5, or 1 for the gates as they are")
     if groups < 1 or number % groups:
@@ -141,3 +151,64 @@ def check_routing(experts: Any) -> None:
         )
     if groups > 1 and size < 2 and experts.group_score == "best_two":
         refuse(experts, "group_score", "'best' with groups of one expert")
+
+
+def check_moe(moe: Any, x: jax.Array, mask: jax.Array | None) -> None:
+    """Refuses fields of a `MoE` that are out of range, or do not fit its arguments.
+
+    Raises:
+      ValueError: See above; the message names the field.
+    """
+    for field in ("num_experts", "mlp_size"):
+        if getattr(moe, field) < 1:
+            refuse(moe, field, "at least 1")
+    if moe.capacity_factor is not None and not moe.capacity_factor > 0:
+        refuse(moe, "capacity_factor", "more than 0, such as 1.25, or None to drop nothing")
+    for field in ("num_shared", "shared_size", "bias_rate"):
+        if not getattr(moe, field) >= 0:
+            refuse(moe, field, "0 for none, or more")
+    if moe.num_shared and moe.shared_size:
+        refuse(
+            moe, "shared_size", f"0 with num_shared={moe.num_shared}, because both give one size"
+        )
+    if moe.shared_is_gated and not (moe.num_shared or moe.shared_size):
+        refuse(moe, "shared_is_gated", "False without num_shared or shared_size")
+    check_known(moe)
+    check_routing(moe)
+    both = set(axis_tuple(moe.axis or None)) & set(axis_tuple(moe.model_axis or None))
+    if both:
+        refuse(moe, "model_axis", f"other axes than axis={moe.axis!r}: {sorted(both)} are in both")
+    if moe.context_axis and moe.context_axis in axis_tuple(moe.model_axis or None):
+        refuse(moe, "context_axis", f"another axis than model_axis={moe.model_axis!r}")
+    if moe.sequence and not moe.model_axis:
+        refuse(moe, "sequence", "a model_axis that positions are split over, or sequence=False")
+    split_fields = (
+        ("num_experts", moe.axis),
+        ("mlp_size", moe.model_axis),
+        ("shared_size", moe.model_axis),
+    )
+    for field, by in split_fields:
+        axes = bound_axes("MoE", by)
+        devices = jax.lax.axis_size(axes) if axes else 1
+        if getattr(moe, field) % devices:
+            refuse(moe, field, f"a multiple of the {devices} devices along {axes}")
+    if x.ndim != 3:
+        raise ValueError(
+            f"MoE: x has the shape {x.shape}, expected [batch, sequence, features]. Capacity and "
+            "balance refer to a sequence; add a leading dimension of 1 to a single sequence."
+        )
+    if moe.capacity_factor is None and any(jax.typeof(x).sharding.spec):
+        raise ValueError(
+            "MoE: capacity_factor=None with an x that is sharded by its type, as in "
+            "mode='explicit'; expected an x that is not sharded by its type, because JAX does not "
+            "sort a sharded dimension there. Give the experts a capacity, or use mode='manual' or "
+            "'auto'."
+        )
+    positions = x.shape[1]
+    if moe.sequence and (axes := bound_axes("MoE", moe.model_axis)):
+        positions *= jax.lax.axis_size(axes)
+    if mask is not None and mask.shape != (x.shape[0], positions):
+        raise ValueError(
+            f"MoE: mask has the shape {mask.shape}, expected {(x.shape[0], positions)}: a value "
+            f"for each token of x, {x.shape}."
+        )

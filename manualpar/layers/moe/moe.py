@@ -23,19 +23,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.mesh.axes import AxisName, axis_tuple
-from manualpar.core.parameters.collectives import gather_invariant, varying_axes
+from manualpar.core.mesh.axes import AxisName
+from manualpar.core.parameters.collectives import cast_to_varying, gather_invariant, varying_axes
 from manualpar.core.parameters.split_parameter import split
 from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import bound_axes, enter, leave
-from manualpar.layers.field_groups import refuse
 from manualpar.layers.moe.expert_exchange import (
     LocalExperts,
     compute_dropless,
     compute_with_capacity,
 )
-from manualpar.layers.moe.experts import check_known, check_routing
+from manualpar.layers.moe.experts import check_moe
 from manualpar.layers.moe.gated_mlp import Gating, Weights, gated_mlp
 from manualpar.layers.moe.routing import (
     BIAS,
@@ -104,6 +103,8 @@ class MoE(nn.Module):
         next five.
       normalize_gates: Whether the gates of a token are divided by their sum.
       gate_scale: The factor by which the gates are then multiplied.
+      gates_on_inputs: Whether the gate of a token multiplies the input of its one expert, and not
+        the output, as in Llama 4.
       groups: The number of groups into which neighbouring experts are divided; 1 for no groups.
       groups_per_token: The number of groups in which a token may choose experts.
       group_score: How the score of a group is computed from the scores of its experts.
@@ -141,6 +142,7 @@ class MoE(nn.Module):
     router_bias: bool = False
     normalize_gates: bool = True
     gate_scale: float = 1.0
+    gates_on_inputs: bool = False
     groups: int = 1
     groups_per_token: int = 1
     group_score: GroupScore = "best_two"
@@ -177,7 +179,7 @@ class MoE(nn.Module):
           `bias_rate`: an all-reduce of `E` counts. Over a context axis: sums for each
           sequence, see `places`, `load_balance_loss` and `router_z_loss`.
         """
-        _check(self, x_BSD, mask_BS)
+        check_moe(self, x_BSD, mask_BS)
         x_BSD = jnp.asarray(x_BSD)  # A NumPy array cannot be indexed by traced indices.
         context = Context(self.context_axis)
         with context.scope():
@@ -194,7 +196,11 @@ class MoE(nn.Module):
         x_BSD = enter(x_BSD, self.model_axis, sequence_dim)
         experts = self._experts(x_BSD.shape[-1], axes, tokens_differ)
         gates_BSK = enter(enter(routing.gates, self.model_axis), sum_axes, scope=EXPERT_SCOPE)
-        tokens = enter(x_BSD, sum_axes, scope=EXPERT_SCOPE), routing.chosen, gates_BSK
+        into_BSD = enter(x_BSD, sum_axes, scope=EXPERT_SCOPE)
+        if self.gates_on_inputs:  # With one choice of each token.
+            into_BSD *= gates_BSK.astype(into_BSD.dtype)
+            gates_BSK = cast_to_varying(jnp.ones_like(gates_BSK), varying_axes(gates_BSK))
+        tokens = into_BSD, routing.chosen, gates_BSK
         if self.capacity_factor is None:
             y_BSD, dropped_B = compute_dropless(*tokens, experts), jnp.zeros(len(x_BSD))
         else:
@@ -340,59 +346,3 @@ def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
             f"{differing}."
         )
     return bool(differing)
-
-
-def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
-    for field in ("num_experts", "mlp_size"):
-        if getattr(moe, field) < 1:
-            refuse(moe, field, "at least 1")
-    if moe.capacity_factor is not None and not moe.capacity_factor > 0:
-        refuse(moe, "capacity_factor", "more than 0, such as 1.25, or None to drop nothing")
-    for field in ("num_shared", "shared_size", "bias_rate"):
-        if not getattr(moe, field) >= 0:
-            refuse(moe, field, "0 for none, or more")
-    if moe.num_shared and moe.shared_size:
-        refuse(
-            moe, "shared_size", f"0 with num_shared={moe.num_shared}, because both give one size"
-        )
-    if moe.shared_is_gated and not (moe.num_shared or moe.shared_size):
-        refuse(moe, "shared_is_gated", "False without num_shared or shared_size")
-    check_known(moe)
-    check_routing(moe)
-    both = set(axis_tuple(moe.axis or None)) & set(axis_tuple(moe.model_axis or None))
-    if both:
-        refuse(moe, "model_axis", f"other axes than axis={moe.axis!r}: {sorted(both)} are in both")
-    if moe.context_axis and moe.context_axis in axis_tuple(moe.model_axis or None):
-        refuse(moe, "context_axis", f"another axis than model_axis={moe.model_axis!r}")
-    if moe.sequence and not moe.model_axis:
-        refuse(moe, "sequence", "a model_axis that positions are split over, or sequence=False")
-    split_fields = (
-        ("num_experts", moe.axis),
-        ("mlp_size", moe.model_axis),
-        ("shared_size", moe.model_axis),
-    )
-    for field, by in split_fields:
-        axes = bound_axes("MoE", by)
-        devices = jax.lax.axis_size(axes) if axes else 1
-        if getattr(moe, field) % devices:
-            refuse(moe, field, f"a multiple of the {devices} devices along {axes}")
-    if x.ndim != 3:
-        raise ValueError(
-            f"MoE: x has the shape {x.shape}, expected [batch, sequence, features]. Capacity and "
-            "balance refer to a sequence; add a leading dimension of 1 to a single sequence."
-        )
-    if moe.capacity_factor is None and any(jax.typeof(x).sharding.spec):
-        raise ValueError(
-            "MoE: capacity_factor=None with an x that is sharded by its type, as in "
-            "mode='explicit'; expected an x that is not sharded by its type, because JAX does not "
-            "sort a sharded dimension there. Give the experts a capacity, or use mode='manual' or "
-            "'auto'."
-        )
-    positions = x.shape[1]
-    if moe.sequence and (axes := bound_axes("MoE", moe.model_axis)):
-        positions *= jax.lax.axis_size(axes)
-    if mask is not None and mask.shape != (x.shape[0], positions):
-        raise ValueError(
-            f"MoE: mask has the shape {mask.shape}, expected {(x.shape[0], positions)}: a value "
-            f"for each token of x, {x.shape}."
-        )

@@ -41,7 +41,12 @@ ACTIVATIONS = {
 # Whose old files say `gelu` and mean its approximation.
 GELU_IS_TANH = frozenset({"gemma"})
 # The text model of a multimodal model whose `text_config` does not name it.
-OF_WRAPPER = {"gemma3": "gemma3_text", "mistral3": "mistral", "aya_vision": "cohere2"}
+OF_WRAPPER = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "aya_vision": "cohere2",
+}
 NULLABLE = ("q_lora_rank",)  # Keys for which `null` is no default, but stands for 0.
 DEEPEST = 10_000  # The most layers.
 
@@ -124,6 +129,8 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
         if isinstance(name, str) and name in UNSUPPORTED:
             known += f"; these models have {UNSUPPORTED[name]}, which a Transformer lacks"
         raise keys.refuse("model_type", name, known)
+    if family.prepare:
+        family.prepare(keys)
     for key, value in family.must_be.items():
         if (found := keys.take(key, value)) != value and (found or value):
             raise keys.refuse(key, found, f"{value!r}, the only value that a Transformer supports")

@@ -5,6 +5,7 @@ from typing import Any
 
 from manualpar.models.pretrained.family import COMMON, NO_BIAS, SIZES, Family
 from manualpar.models.pretrained.keys import Keys
+from manualpar.models.pretrained.rotations import FULL
 
 LAYER_NORM = {"norm_kind": "layer"}
 LAYER_NORM_SIZES: Mapping[str, str] = {
@@ -19,6 +20,12 @@ OLMO: Mapping[str, Any] = {
 }
 # Of the layers of Cohere, attention and MLP read the same norm.
 COHERE: Mapping[str, Any] = {**LAYER_NORM, "shared_norm": True, "parallel_mlp": True}
+GRANITE: Mapping[str, str] = {
+    "attention_multiplier": "attention_scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 # GPT-2 and GPT-NeoX have biases in all products and norms.
 WITH_BIASES: Mapping[str, Any] = {
     **LAYER_NORM,
@@ -41,26 +48,30 @@ def write_biases(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_bias": fields["qkv_bias"]}
 
 
-def _read_smollm3(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the layers without positions: every n-th layer, or none."""
-    layers = fields["num_layers"]
+def read_unrotated_layers(keys: Keys, layers: int) -> int:
+    """Reads which layers have no positions: returns `n` for every n-th layer, and 0 for none."""
     every = keys.take("no_rope_layer_interval", 4)
     keys.check("no_rope_layer_interval", every, int, lambda x: 1 < x < 2**31, "2 or more")
-    rotated = keys.take("no_rope_layers", None)
-    if rotated is None:
-        rotated = [int((i + 1) % every != 0) for i in range(layers)]
-    if fields["attention_window"]:
-        raise keys.refuse("sliding_window", fields["attention_window"], "null with no_rope_layers")
+    rotated = keys.take("no_rope_layers", None) or [
+        int((i + 1) % every != 0) for i in range(layers)
+    ]
     if not isinstance(rotated, list) or len(rotated) < layers:
         raise keys.refuse("no_rope_layers", rotated, f"1 or 0 for each of {layers} layers")
     rotated = rotated[:layers]
-    biases = read_biases(keys, fields)
     if all(rotated):
-        return biases
+        return 0
     every = rotated.index(0) + 1
     if rotated != [int((i + 1) % every != 0) for i in range(layers)] or every < 2:
         raise keys.refuse("no_rope_layers", rotated, "0 for every n-th layer, and 1 for the others")
-    return {**biases, "global_every": every, "unrotated_global": True}
+    return every
+
+
+def _read_smollm3(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if fields["attention_window"]:
+        raise keys.refuse("sliding_window", fields["attention_window"], "null with no_rope_layers")
+    every = read_unrotated_layers(keys, fields["num_layers"])
+    biases = read_biases(keys, fields)
+    return {**biases, "global_every": every, "unrotated_global": True} if every else biases
 
 
 def _write_smollm3(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +81,35 @@ def _write_smollm3(fields: Mapping[str, Any]) -> dict[str, Any]:
         "no_rope_layers": rotated,
         "no_rope_layer_interval": every or layers + 1,
         "layer_types": ["full_attention"] * layers,
+        **write_biases(fields),
+    }
+
+
+def _prepare_granite4(keys: Keys) -> None:
+    """Refuses Mamba layers and experts, and removes the keys of both."""
+    types = keys.take("layer_types", keys.take("layers_block_type", "mamba in all layers"))
+    if not isinstance(types, list) or not {*map(str, types)} <= {"attention", FULL}:
+        expected = "'attention' in all layers; a Transformer has no Mamba layers"
+        raise keys.refuse("layer_types", types, expected)
+    keys.left["layer_types"] = [FULL] * len(types)
+    if experts := keys.take("num_local_experts", 8):
+        expected = "0: a Transformer reads only the dense models of Granite 4"
+        raise keys.refuse("num_local_experts", experts, expected)
+    if (kind := keys.take("position_embedding_type", None)) != "rope":
+        raise keys.refuse("position_embedding_type", kind, "'rope'")
+    unread = "intermediate_size", "num_experts_per_tok", "time_step_limit", "init_method"
+    for key in [key for key in keys.left if key in unread or key.startswith("mamba_")]:
+        del keys.left[key]
+
+
+def _write_granite4(fields: Mapping[str, Any]) -> dict[str, Any]:
+    layers = fields["num_layers"]
+    return {
+        "layer_types": ["attention"] * layers,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 1,  # Must divide sizes, without Mamba layers too.
         **write_biases(fields),
     }
 
@@ -178,25 +218,32 @@ DENSE_FAMILIES: Mapping[str, Family] = {
     ),
     "granite": Family(
         "GraniteForCausalLM",
-        {
-            **SIZES,
-            "attention_multiplier": "attention_scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
-        defaults={
-            **COMMON,
-            "num_key_value_heads": None,
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
+        {**SIZES, **GRANITE},
+        defaults={**COMMON, "num_key_value_heads": None, **dict.fromkeys(GRANITE, 1.0)},
         must_be={"mlp_bias": False},
         reciprocal="logits_scaling",
         read=read_biases,
         write=write_biases,
+    ),
+    # The dense models of Granite 4; the others have Mamba layers.
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        {
+            **{key: field for key, field in SIZES.items() if key != "intermediate_size"},
+            "shared_intermediate_size": "mlp_size",
+            **GRANITE,
+        },
+        defaults={
+            **COMMON,
+            "num_key_value_heads": None,
+            "shared_intermediate_size": 1024,
+            **dict.fromkeys(GRANITE, 1.0),
+        },
+        must_be={"normalization_function": "rmsnorm"},
+        reciprocal="logits_scaling",
+        prepare=_prepare_granite4,
+        read=read_biases,
+        write=_write_granite4,
     ),
     "ministral": Family(
         "MinistralForCausalLM",

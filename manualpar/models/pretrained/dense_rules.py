@@ -33,6 +33,12 @@ POST_NORMS: Mapping[str, Rule] = {
     "attention/query_norm/scale": Rule("self_attn.q_norm.weight", "N H -> (N H)"),
     "attention/key_norm/scale": Rule("self_attn.k_norm.weight", "K H -> (K H)"),
 }
+# Its one MLP has the name of a shared expert.
+GRANITE4: Mapping[str, Rule] = {
+    "mlp/gate/kernel": Rule("shared_mlp.input_linear.weight", "D F -> F D", ("F", "0", "FF")),
+    "mlp/up/kernel": Rule("shared_mlp.input_linear.weight", "D F -> F D", ("F", "F", "FF")),
+    "mlp/down/kernel": Rule("shared_mlp.output_linear.weight", "F D -> D F"),
+}
 GLM: Mapping[str, Rule] = {**FUSED_MLP, **BIASES}
 GLM4: Mapping[str, Rule] = {
     **GLM,
@@ -90,6 +96,7 @@ DENSE_RULES: Mapping[str, Mapping[str, Rule]] = {
     "phi3": {**FUSED_ATTENTION, **FUSED_MLP},
     "glm": GLM,
     "glm4": GLM4,
+    "granitemoehybrid": GRANITE4,
     "olmo2": POST_NORMS,
     "olmo3": POST_NORMS,
     "gpt2": GPT2,

@@ -7,6 +7,7 @@ from typing import Any
 
 from manualpar.models.pretrained.families import DENSE_FIRST
 from manualpar.models.pretrained.keys import LARGEST, Keys
+from manualpar.models.pretrained.llama4 import read_experts_of_llama4
 
 # Families with experts in all layers, and no keys for dense layers.
 WITHOUT_DENSE_LAYERS = ("mixtral", "gpt_oss")
@@ -44,6 +45,8 @@ def read_experts(keys: Keys, family: str, fields: Mapping[str, Any]) -> dict[str
         top_k = fields["experts_per_token"]
         if (given := keys.take("experts_per_token", top_k)) != top_k:
             raise keys.refuse("experts_per_token", given, f"num_experts_per_tok={top_k}")
+    if family == "llama4_text":
+        return read_experts_of_llama4(keys, fields)
     if family in WITHOUT_DENSE_LAYERS:
         return {}
     size = keys.take("intermediate_size", fields["mlp_size"])

@@ -18,6 +18,7 @@ from manualpar.models.pretrained.family import (
     SIZES,
     Family,
 )
+from manualpar.models.pretrained.llama4 import LLAMA4
 
 # The routing of DeepSeek's models, with dense layers first and shared experts.
 DEEPSEEK_EXPERTS: Mapping[str, str] = {
@@ -57,10 +58,9 @@ DENSE_FIRST: Mapping[str, tuple[int, int]] = {
 }
 # `model_type` -> why a `Transformer` cannot be such a model.
 UNSUPPORTED: Mapping[str, str] = {
-    "llama4": "attention within chunks, and gates that multiply the inputs of experts",
-    "llama4_text": "attention within chunks, and gates that multiply the inputs of experts",
     "gemma4": "heads of two sizes, keys shared by layers, and an embedding in each layer",
     "gemma4_text": "heads of two sizes, keys shared by layers, and an embedding in each layer",
+    "granite_swa": "a base of rotations for each layer, and groups whose first layer sees all",
     "deepseek_v32": "an index that chooses the keys that each query sees",
 }
 # `model_type` -> the family that has the same models.
@@ -227,6 +227,7 @@ FAMILIES: Mapping[str, Family] = {
         windows="last if asked",
     ),
     **DENSE_FAMILIES,
+    "llama4_text": LLAMA4,
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         {
@@ -364,6 +365,7 @@ INERT_KEYS: Mapping[str, str] = {
 # The models around a text model -> what is left out when the text model is read.
 WRAPPERS: Mapping[str, str] = {
     "gemma3": "the vision tower and its projector",
+    "llama4": "the vision tower and its projector",
     "mistral3": "the vision tower and its projector",
     "llava": "the vision tower and its projector",
     "llava_next": "the vision tower and its projector",

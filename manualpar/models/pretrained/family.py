@@ -32,6 +32,7 @@ class Family:
       reciprocal: The key whose field has the reciprocal of its value.
       ignored: Keys that transformers stores and does not apply, each with the reason. A value is
         ignored with a warning, and no such value is written.
+      prepare: Refuses or rewrites keys before all others are read.
       read: Reads keys that need code, after the other fields have been read.
       write: Returns the keys of `read`.
     """
@@ -48,6 +49,7 @@ class Family:
     scale_key: str = ""
     reciprocal: str = ""
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prepare: Callable[[Keys], None] | None = None
     read: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] | None = None
     write: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 

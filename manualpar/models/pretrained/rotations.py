@@ -22,6 +22,7 @@ ROPE_BASE = {
     "smollm3": 2e6,
     "cohere": 5e5,
     "gpt_oss": 150_000.0,
+    "llama4_text": 5e5,
 }
 # The families whose layers with a window have a rotation of their own, without scaling.
 TWO_ROTATIONS = frozenset({"gemma3_text", "olmo3"})

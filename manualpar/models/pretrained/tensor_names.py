@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from manualpar.models.pretrained.dense_rules import BIASES, DENSE_RULES, PREFIXES
+from manualpar.models.pretrained.llama4 import RULES as LLAMA4_RULES
 from manualpar.models.pretrained.tensor_rule import Rule
 
 # For each dim of a tensor, the dims of the parameter that are merged in it, the outermost first.
@@ -126,6 +127,7 @@ OWN: Mapping[str, Mapping[str, Rule]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "gpt_oss": GPT_OSS,
+    "llama4_text": LLAMA4_RULES,
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
     "mixtral": MIXTRAL,

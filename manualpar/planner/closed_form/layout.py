@@ -253,6 +253,14 @@ def find_obstacle(
     return ""
 
 
+def _seen(size: int, positions: int, *, in_chunks: bool) -> float:
+    """Returns twice the mean number of positions that a query sees, in a window or in chunks."""
+    if in_chunks:
+        chunks, rest = divmod(positions, size)
+        return (chunks * size**2 + rest**2) / positions
+    return size * (2 - size / positions)  # The first queries see fewer positions.
+
+
 def sizes_on_device(
     model: Transformer, layout: Layout, *, examples: int, positions: int
 ) -> DeviceSizes:
@@ -274,9 +282,10 @@ def sizes_on_device(
     vectors = (model.hidden_size,) * norms + (size, size) * model.attention.query_key_norm
     vectors += (queries * size, keys * size, keys * size) * model.attention.qkv_bias
     vectors += (model.hidden_size,) * model.attention.out_bias + (queries,) * model.attention.sinks
-    # With a window `w`, the first queries see fewer than `w` positions.
     kinds = [(min(w or positions, positions), layers) for w, layers in layers_by_window(model)]
-    seen = sum(layers * w * (2 - w / positions) for w, layers in kinds)
+    seen = sum(
+        layers * _seen(w, positions, in_chunks=bool(model.attention.chunk)) for w, layers in kinds
+    )
     return DeviceSizes(
         B=examples // rows,
         S=positions_per_device,

@@ -33,6 +33,10 @@ CASES = {
     "one key head, window": ({"K": 1}, False, {"window": 5}),
     "documents, window": ({"S": 13}, True, {"window": 4}),
     "a window of one": ({"S": 5}, False, {"window": 1}),
+    "chunks": ({"K": 1}, False, {"chunk": 4}),
+    "chunks and a rest, documents": ({"S": 13}, True, {"chunk": 5}),
+    "chunks, window": ({"S": 14}, False, {"chunk": 6, "window": 3}),
+    "a chunk for all": ({"S": 5}, True, {"chunk": 8}),
 }
 CAPPED = {
     "a cap": ({"S": 10}, True, {"soft_cap": 0.5}),

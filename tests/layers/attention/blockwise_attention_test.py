@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import make_mesh
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.layers.attention import attention, blockwise_attention
-from manualpar.layers.attention.blockwise_attention import ATTENDED, seen_pairs, spans
+from manualpar.layers.attention.blockwise_attention import ATTENDED, Scoring, seen_pairs, spans
 
 SHARED = P()  # By both devices along `data`.
 HEADS = P("data", None, "model")
@@ -70,9 +70,14 @@ def test_pairs_of_which_no_query_sees_a_key_are_left_out():
     assert blocks.tolist() == [[0, 3], [4, 7], [8, 9]]
     below = [[0, 0], [1, 0], [1, 1], [2, 0], [2, 1], [2, 2]]
     assert seen_pairs(blocks, blocks).tolist() == below
-    assert seen_pairs(blocks, blocks, 6).tolist() == below  # 8 sees 3.
-    assert seen_pairs(blocks, blocks, 5).tolist() == [x for x in below if x != [2, 0]]
-    assert seen_pairs(blocks, blocks, 1).tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert seen_pairs(blocks, blocks, Scoring(6)).tolist() == below  # 8 sees 3.
+    assert seen_pairs(blocks, blocks, Scoring(5)).tolist() == [x for x in below if x != [2, 0]]
+    assert seen_pairs(blocks, blocks, Scoring(1)).tolist() == [[0, 0], [1, 1], [2, 2]]
+    # Chunks from 0 to 4 and from 5 to 9.
+    assert seen_pairs(blocks, blocks, Scoring(chunk=5)).tolist() == [
+        x for x in below if x != [2, 0]
+    ]
+    assert seen_pairs(blocks, blocks, Scoring(chunk=4)).tolist() == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_nothing_is_as_large_as_the_scores(monkeypatch):

@@ -31,13 +31,13 @@ def arguments(length, kv_heads, dtype=jnp.float32):
     return q, k, v, w, begins
 
 
-def loss_of(context, q, k, v, w, begins, *, packed, remat=False, window=None):
+def loss_of(context, q, k, v, w, begins, *, packed, remat=False, **scoring):
     documents = context.cumsum(begins) if packed else None
 
     def attention(q, k, v):
         # The reference does not compute in blocks.
         kind = "" if context.axis else "xla"
-        return context.attention(q, k, v, documents, kind=kind, window=window)
+        return context.attention(q, k, v, documents, kind=kind, **scoring)
 
     if remat:
         policy = jax.checkpoint_policies.save_only_these_names(ATTENDED)
@@ -92,11 +92,14 @@ def num_permutes(devices, layers=1):
     return layers * (2 * (devices - 1) + devices)
 
 
-def test_a_ring_is_attention(devices8, monkeypatch):
+@pytest.mark.parametrize(
+    "scoring", [{"window": 20}, pytest.param({"chunk": 20}, marks=pytest.mark.slow)]
+)
+def test_a_ring_is_attention(devices8, monkeypatch, scoring):
     del devices8
     # Keys in blocks that do not divide: 8 are two of 3 and one of 2 and what fills it.
     monkeypatch.setattr(blockwise_attention, "CPU_BLOCK", 3)
-    sent = check("ring", {"data": 2, "context": 4}, length=64, remat=True, window=20)
+    sent = check("ring", {"data": 2, "context": 4}, length=64, remat=True, **scoring)
     permutes = [one for one in sent if one.kind == "permute"]
     assert sum(one.times for one in permutes) == num_permutes(4)
     pair = 2 * (64 // 4) * 2 * H * 4
@@ -121,12 +124,20 @@ def test_keys_may_vary_over_fewer_axes_than_queries(devices8):
     assert jax.eval_shape(run, jnp.ones((2, 16, 2, 4)), *heads(2, length=16)).shape == (1, 16, 2, 4)
 
 
-@pytest.mark.parametrize("how", ["ulysses", "gather"])
-def test_all_positions_of_some_heads_or_all_keys_are_attention(devices8, monkeypatch, how):
+@pytest.mark.parametrize(
+    ("how", "scoring"),
+    [
+        ("ulysses", {"window": 9}),
+        ("gather", {"window": 9}),
+        pytest.param("ulysses", {"chunk": 9}, marks=pytest.mark.slow),
+        ("gather", {"chunk": 9}),
+    ],
+)
+def test_all_positions_of_some_heads_or_all_keys_are_attention(devices8, monkeypatch, how, scoring):
     del devices8
-    # Blocks that do not divide, of which some have no key in the window.
+    # Blocks that do not divide, of which some have no key in the window or in the chunk.
     monkeypatch.setattr(blockwise_attention, "CPU_BLOCK", 3)
-    sent = check(how, {"data": 2, "context": 4}, window=9)
+    sent = check(how, {"data": 2, "context": 4}, **scoring)
     assert [one.kind for one in sent].count("all_gather") == (4 if how == "gather" else 2)
 
 

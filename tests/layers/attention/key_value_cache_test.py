@@ -28,8 +28,8 @@ def test_a_slot_holds_the_latest_position_that_is_its_own():
 
 
 @pytest.mark.parametrize("wrong", [0, 2])
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (4, 2.0)])
-def test_rows_of_all_lengths_attend_as_without_a_cache(window, soft_cap, wrong):
+@pytest.mark.parametrize("scoring", [Scoring(), Scoring(4, 2.0), Scoring(chunk=5)])
+def test_rows_of_all_lengths_attend_as_without_a_cache(scoring, wrong):
     """Each call has a token and `wrong` others, which then turn out to be wrong."""
     rng = np.random.default_rng(0)
     B, S, K, G, H = 3, 12, 2, 2, 4
@@ -38,17 +38,17 @@ def test_rows_of_all_lengths_attend_as_without_a_cache(window, soft_cap, wrong):
     )
     documents = jnp.asarray([[0] * S, [0, 0, 0, *[1] * (S - 3)], [0] * S])
     starts = jnp.array([0, 3, 0])
-    options = {"window": window, "soft_cap": soft_cap}
-    expected = attention(query, key, value, documents, **options)
+    expected = attention(query, key, value, documents, **scoring._asdict())
     lengths = np.array([9, 6, 1]) - wrong // 2
     prompts = Prompts(jnp.asarray(lengths), 16, wrong)
-    cache = tuple(keep_prompts(x, prompts, window) for x in (key, value))
-    assert cache[0].shape == (B, window + wrong if window else 16, K, H)
+    cache = tuple(keep_prompts(x, prompts, scoring) for x in (key, value))
+    limit = scoring.window or scoring.chunk
+    assert cache[0].shape == (B, limit + wrong if limit else 16, K, H)
     attend = jax.jit(attend_to_kept, static_argnums=5)
     for step in range(3 - wrong // 2):
         places = np.arange(B)[:, None], (lengths + step)[:, None] + np.arange(1 + wrong)
         new = [jnp.asarray(np.asarray(x)[places]) for x in (query, key, value)]
         past = Past(jnp.asarray(places[1]), jnp.broadcast_to(starts[:, None], places[1].shape))
-        out = attend(*new, cache, past, Scoring(window, soft_cap))
+        out = attend(*new, cache, past, scoring)
         np.testing.assert_allclose(out, np.asarray(expected)[places], atol=2e-6)
         cache = append(cache, tuple(x.at[:, 1:].set(9.0) for x in new[1:]), past.position)

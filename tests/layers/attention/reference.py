@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def reference(query, key, value, documents=None, g=None, *, window=None, soft_cap=None):
+def reference(query, key, value, documents=None, g=None, *, window=None, soft_cap=None, chunk=None):
     """In float64: the result, and the gradients of query, key and value for that of the result."""
     query, key, value, g = (np.asarray(x, np.float64) for x in (query, key, value, g))
     _, S, N, H = query.shape
@@ -14,6 +14,8 @@ def reference(query, key, value, documents=None, g=None, *, window=None, soft_ca
     is_seen = places[:, None] >= places
     if window is not None:
         is_seen &= places[:, None] - places < window
+    if chunk is not None:
+        is_seen &= places[:, None] // chunk == places // chunk
     is_seen = is_seen[None]
     if documents is not None:
         documents = np.asarray(documents)

@@ -88,6 +88,7 @@ def test_a_window_or_a_part_of_odd_length_takes_no_kernel():
     assert splash_parts.fits_parts(query, key, 128, splash_parts.Scoring())
     assert not splash_parts.fits_parts(query, key, 100, splash_parts.Scoring())
     assert not splash_parts.fits_parts(query, key, 128, splash_parts.Scoring(window=9))
+    assert not splash_parts.fits_parts(query, key, 128, splash_parts.Scoring(chunk=64))
 
 
 def make_long_batch():

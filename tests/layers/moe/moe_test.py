@@ -107,6 +107,7 @@ def moe(**fields):
 
 BOTH = ("data", "expert")
 DATA_EXPERT, ALL = {"data": 2, "expert": 4}, {"data": 2, "expert": 2, "model": 2}
+ON_INPUTS = {"gates_on_inputs": True, "gates": "sigmoid", "top_k": 1}
 # The layer, the mesh, the axes that split the batch, and the axis that splits sequences.
 CASES = [
     ([moe(axis=BOTH), moe(axis=BOTH, capacity_factor=None, top_k=3)], ALL, BOTH),
@@ -117,6 +118,17 @@ CASES = [
     ([moe(), moe(capacity_factor=None)], DATA_EXPERT, BOTH),
     ([moe(num_shared=1), moe(axis=None)], {"data": 4, "expert": 2}, BOTH),
     ([moe(gates="sigmoid", top_k=1)], {"expert": 8}, "expert"),
+    (
+        [moe(**ON_INPUTS, num_shared=1), moe(**ON_INPUTS, capacity_factor=None)],
+        *(DATA_EXPERT, BOTH),
+    ),
+    (
+        [
+            moe(**ON_INPUTS, model_axis="model", sequence=True),
+            moe(**ON_INPUTS, model_axis="model", sequence=True, capacity_factor=None),
+        ],
+        *(ALL, "data", "model"),
+    ),
     ([moe(axis="data"), moe(axis="data", capacity_factor=None)], {"data": 8}, "data"),
     ([moe(axis=BOTH), moe(axis=BOTH, capacity_factor=None, top_k=3)], DATA_EXPERT, ()),
     ([moe(), moe(capacity_factor=None)], DATA_EXPERT, "data"),
@@ -187,15 +199,21 @@ def _mixture(layer, params, x, mask):
             if taken[e] > capacity_of(layer, len(sequence)):
                 dropped[b] += 1
                 continue
-            gate = sequence[s] @ params["gate"][e]
-            hidden = gate / (1 + np.exp(-gate)) * (sequence[s] @ params["up"][e])
-            y[b, s] += scores[s, e] / scores[s, best[s]].sum() * (hidden @ params["down"][e])
+            token, weight = sequence[s], scores[s, e] / scores[s, best[s]].sum()
+            if layer.gates_on_inputs:
+                token, weight = scores[s, e] * token, 1
+            gate = token @ params["gate"][e]
+            hidden = gate / (1 + np.exp(-gate)) * (token @ params["up"][e])
+            y[b, s] += weight * (hidden @ params["down"][e])
     return y, dropped
 
 
-@pytest.mark.parametrize(("capacity_factor", "num_shared"), [(0.5, 0), (None, 2)])
-def test_one_device_computes_the_mixture(capacity_factor, num_shared):
-    layer = moe(capacity_factor=capacity_factor, num_shared=num_shared)
+@pytest.mark.parametrize(
+    ("capacity_factor", "num_shared", "fields"),
+    [(0.5, 0, {}), (None, 2, {}), (0.5, 0, {"top_k": 1, "gates_on_inputs": True})],
+)
+def test_one_device_computes_the_mixture(capacity_factor, num_shared, fields):
+    layer = moe(capacity_factor=capacity_factor, num_shared=num_shared, **fields)
     x, mask = _input(), _mask(_weights())
     params = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x)["params"])
     y, sown = jax.jit(functools.partial(layer.apply, mutable=SOWN))({"params": params}, x, mask)

@@ -35,6 +35,7 @@ MESHES = [
     ("two kinds", fsdp, {"data": 4}, {}),
     ("two kinds", hsdp, {"replica": 2, "data": 2, "model": 2}, SPLIT),
     ("sinks", fsdp, {"data": 4, "model": 2}, SPLIT),
+    ("chunks", fsdp, {"data": 4, "model": 2}, SPLIT),
     ("latent", fsdp, {"data": 8}, {}),
     ("latent", fsdp, {"data": 2, "model": 4}, {**SPLIT, "sequence_parallel": True}),
     ("experts", fsdp, {"data": 4, "model": 2}, SPLIT),

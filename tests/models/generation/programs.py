@@ -6,7 +6,7 @@ import optax
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
-from tests.models.transformer_families import GEMMA, GPT_OSS, LATENT
+from tests.models.transformer_families import GEMMA, GPT_OSS, LATENT, LLAMA4
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "mlp_size": 16}
 FAMILIES = {
@@ -15,6 +15,7 @@ FAMILIES = {
     "two kinds": GEMMA | {"num_layers": 5, "num_kv_heads": 1, "attention_window": 4},
     "experts": {"num_experts": 4, "mlp_size": 8, "remat": "full"},
     "sinks": GPT_OSS | {"num_layers": 5, "num_kv_heads": 2},
+    "chunks": LLAMA4 | {"num_layers": 5, "num_kv_heads": 2, "bos_token": 0},
     "latent": LATENT | {"bos_token": 0},
 }
 

@@ -27,6 +27,7 @@ CASES = [
     ("latent", fsdp, {"data": 2, "model": 2}, SPLIT),
     ("experts", fsdp, {"data": 2, "expert": 2}, {"expert_axis": "expert"}),
     ("sinks", fsdp, {"data": 4, "model": 2}, SPLIT),
+    ("chunks", fsdp, {"data": 2, "model": 2}, SPLIT),
 ]
 
 

@@ -37,6 +37,7 @@ SIZES: dict[str, Any] = {
 }
 
 
+TEXTS = ("Gemma3", "Llama4")  # Whose text models have configs of their own.
 ABSENT = "absent"  # The value of a key in `SIZES` that a family does not have.
 
 
@@ -73,7 +74,7 @@ def _saved(family: str, fields: str) -> Saved:
     import torch
     import transformers
 
-    config_class = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")
+    config_class = getattr(transformers, f"{family}{'Text' * (family in TEXTS)}Config")
     options = SIZES | json.loads(fields)
     config = config_class(**{key: x for key, x in options.items() if x != ABSENT})
     torch.manual_seed(0)
@@ -250,6 +251,12 @@ GPT2_SIZES: dict[str, Any] = {
     "n_positions": 32,
     **dict.fromkeys(("intermediate_size", "num_key_value_heads"), ABSENT),
 }
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 8}),
     "phi3": (
@@ -264,13 +271,16 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": WINDOW}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 4.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.1,
+    "granite": ("Granite", GRANITE),
+    "granite4": (
+        "GraniteMoeHybrid",
+        GRANITE
+        | {
+            "shared_intermediate_size": 24,
+            "num_local_experts": 0,
+            "layer_types": ["attention"] * 4,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
         },
     ),
     "ministral": ("Ministral", {"sliding_window": WINDOW, "head_dim": 4}),
@@ -296,6 +306,16 @@ LATENT = {
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
 }
+LLAMA4 = {
+    "num_local_experts": 4,
+    "intermediate_size": 12,
+    "intermediate_size_mlp": 24,
+    "head_dim": 8,
+    "attention_chunk_size": WINDOW,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 3,
+    "attn_scale": 0.4,
+}
 # Those of Qwen and dots.llm1 have a dense layer first; the routing of the last is DeepSeek's.
 WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5, "num_hidden_layers": 2}),
@@ -309,6 +329,24 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": WINDOW,
             "swiglu_limit": 1.0,
             "rope_parameters": YARN_OF_EXPERTS | {"truncate": False},
+        },
+    ),
+    "llama4, like Scout": (
+        "Llama4",
+        LLAMA4
+        | {
+            "num_hidden_layers": 5,
+            "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0},
+        },
+    ),
+    "llama4, like Maverick": (
+        "Llama4",
+        LLAMA4
+        | {
+            "num_hidden_layers": 4,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
         },
     ),
     "qwen2_moe": (

@@ -12,7 +12,7 @@ from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect.communication import summed
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
-from manualpar.models.flat_fields import nest_fields
+from manualpar.models.flat_fields import nest_fields, with_fields
 from manualpar.planner.closed_form.layout import Layout, find_obstacle, sizes_on_device
 from manualpar.planner.closed_form.layout_config import config_of_layout, layout_fields
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator, estimate_layout
@@ -290,6 +290,9 @@ def test_parameters_and_windows_of_other_families_are_counted():
     windows = np.arange(64) + 1
     expected = 2 * np.mean([np.minimum(windows, 3), windows])
     assert x.seen == pytest.approx(expected, rel=0.02)
+    chunked = with_fields(model, attention_window=0, attention_chunk=24)
+    of_chunks = sizes_on_device(chunked, P(), **sizes).seen
+    assert of_chunks == (64 + (2 * 24**2 + 16**2) / 64) / 2  # Two chunks, and the rest.
     stages = P(stage=2, num_minibatches=1)
     message = "6 layers do not divide by stage x chunks x global_every = 4"
     assert find_obstacle(model, stages, **sizes) == message
