@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
-from manualpar.core.parameters.placement import PlaceFn
+from manualpar.core.parameters.placement import PlaceFn, Placement
 from manualpar.core.state.metrics import Metrics, StepSums
 from manualpar.core.summary import Summarized, describe_function
 from manualpar.core.trees import Batch, Collections, Grads, Placements
@@ -97,6 +97,11 @@ class Strategy(Summarized):
     def scatters_in_backward(self) -> bool:
         """Whether the backward pass may scatter the gradients of replicated parameters."""
         return self.gather_every == self.reduce_every == "minibatch"
+
+    def reduces_where_used(self, placement: Placement) -> bool:
+        """Returns whether a loop should reduce the gradient of a replicated parameter itself."""
+        scatters = self.scatters_in_backward and placement.state_names is not None
+        return scatters or placement.mean_in_loop
 
     def _summary(self) -> tuple[str, dict[str, str]]:
         again = ""

@@ -315,11 +315,6 @@ def _design(
         placement = place(info)
         return len(placement.spec) > 0 or (comm.changes_values and not placement.keep)
 
-    def is_reduced(info: ParameterInfo) -> bool:
-        placement = place(info)
-        scatters = strategy.scatters_in_backward and placement.state_names is not None
-        return not pipeline and (scatters or placement.mean_in_loop)
-
     traced_model = trace_model(
         name,
         model,
@@ -330,7 +325,7 @@ def _design(
         stored_dtypes=stored_dtypes,
         options=options,
         is_gathered=is_gathered,
-        is_reduced=is_reduced,
+        is_reduced=lambda info: not pipeline and strategy.reduces_where_used(place(info)),
         gathers_in_loss=strategy.gather_every == "minibatch",
     )
     check_context(name, traced_model, batch, roles)

@@ -42,7 +42,7 @@ def check(model: Any, loss: Any = language_model_loss, axes: dict[str, int] | No
         stored_dtypes=(None, None),
         options=with_defaults({}, PROGRAM_OPTIONS),
         is_gathered=lambda info: False,
-        is_scattered=lambda info: False,
+        is_reduced=lambda info: False,
         gathers_in_loss=False,
     )
     check_context("fsdp", studied, BATCH, ROLES)
