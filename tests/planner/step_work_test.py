@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, diloco, fsdp, hsdp, zero
-from manualpar.core.tracing.scopes import SCATTER_SCOPE
+from manualpar.core.parameters import shard_rules
+from manualpar.core.tracing.scopes import REDUCE_SCOPE, SCATTER_SCOPE
 from manualpar.inspect import outer_step_bytes, state_bytes, trace_collectives
 from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Classifier, Transformer
@@ -214,9 +215,20 @@ def _numbers(sent):
     """How many numbers are sent, by kind, axes, dtype, purpose and phase."""
     numbers = Counter()
     for (kind, axes, size, dtype, purpose, phase), times in sent.items():
-        # Scattering after the loop is outside of the minibatch's backward pass.
-        numbers[kind, axes, dtype, purpose, purpose != SCATTER_SCOPE and phase] += size * times
+        # Reductions after the loop are outside of the minibatch's backward pass.
+        is_reduction = purpose in (SCATTER_SCOPE, REDUCE_SCOPE)
+        numbers[kind, axes, dtype, purpose, not is_reduction and phase] += size * times
     return numbers
+
+
+@pytest.mark.slow
+def test_means_in_a_loop_are_after_it_with_several_minibatches(monkeypatch):
+    monkeypatch.setattr(shard_rules, "OVERLAPS_MEANS", {""})
+    monkeypatch.setattr(shard_rules, "MIN_MEAN_SIZE", 0)
+    work = _read.__wrapped__("dp")
+    assert any(x.purpose == REDUCE_SCOPE and x.phase == "backward" for x in work.collectives)
+    scaled = _sent(with_minibatches(work, 2))
+    assert _numbers(scaled) == _numbers(_sent(_read("dp", num_minibatches=2)))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, make_mesh, zero
 from manualpar.core.parameters import shard_rules
+from manualpar.core.parameters.parameter_info import ParameterInfo
 from manualpar.core.tracing.jaxprs import inner_jaxprs
 from manualpar.core.tracing.scopes import REDUCE_SCOPE
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
@@ -201,6 +202,19 @@ def test_gradients_averaged_in_a_loop_are_those_of_one_device(case):
         assert bytes_by_axes(of_parameters(trace_collectives(traced))) == step_bytes(program)
     rtol = 0.05 if case == "codes" else None
     assert_same_as_one_device(program, batch, jax.random.key(0), rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("platform", "shape", "expected"),
+    [("gpu", (4, 512, 512), True), ("gpu", (4, 512, 511), False), ("tpu", (4, 512, 512), False)],
+)
+def test_gpus_average_large_layers_in_a_loop(platform, shape, expected):
+    names, loops = (None,) * 3, frozenset({0})
+    info = ParameterInfo("kernel", shape, jnp.float32, names, loops, platform=platform)
+    place = functools.partial(shard_rules.replicate, info, ("data",))
+    assert place(8, mean_in_loop=True).mean_in_loop == expected
+    assert not place(1, mean_in_loop=True).mean_in_loop
+    assert not place(8).mean_in_loop
 
 
 @pytest.mark.usefixtures("means_in_loops")
