@@ -197,7 +197,7 @@ class Chats:
             if not inside.any():
                 continue
             first, last = np.flatnonzero(inside)[[0, -1]]
-            if not template.has_marks:
+            if not (template.has_marks or template.turns):
                 special = [i for i in range(first, last + 1) if encoding.ids[i] in self._special]
                 if special and not text[offsets[special[-1], 1] : stop].strip():
                     last = special[-1]
@@ -219,7 +219,7 @@ class Chats:
         template = self._templates.choose(name, has_tools="tools" in given)
         if template not in self._refused:
             template.choose_turns(self._added)
-            turns = sum(template.turns or (), ())
+            turns = template.turns.texts if template.turns else ()
             self._refused[template] = (*self._special.values(), *turns, BEGIN, END)
         return template
 
