@@ -6,7 +6,8 @@ completion directly follows the prompt.
 
 The labels in the loss are the tokens of the assistant's messages or of the completion, and the
 token that ends an answer. All other tokens are only inputs. White space that the template writes
-after the end token is an input too.
+after the end token is an input too, except in families for which `manualpar.data.chat_turns` says
+otherwise.
 
 A chat may have `"tools"`, `"documents"`, and `"chat_template_kwargs"` with other variables of the
 template, as in TRL. There `"chat_template"` names one of the tokenizer's templates. A message of

@@ -15,7 +15,7 @@ inside of a turn, and every other message outside of all turns.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from manualpar.data.chat_renderer import Span
@@ -30,7 +30,7 @@ class Turns(NamedTuple):
       begins: The texts that begin a turn.
       ends: The texts that end a turn; they are learned.
       after: Text that is learned after an end, if the template writes it after every end.
-      others: Texts within a turn that begin what others write, up to the next of `begins`.
+      others: Texts that end a turn too, but are not learned, because others write them.
       learned_from: Where the learned text begins: with `begins`, with the `space` after them, or
         with the `text` that follows the white space of the prompt.
       prompt: Text of the prompt for the assistant, if other families have the same tokens.
@@ -54,7 +54,7 @@ class Turns(NamedTuple):
         after = f"(?:{re.escape(self.after)})?"
         text = f".*?(?:{ends}{after}|(?={others})|\\Z)"
         # A prompt at the end of the text is no turn.
-        whole = f"({begins}(?!\\Z){text})" if self.learned_from == "begin" else f"{begins}({text})"
+        whole = f"({begins}(?!\\Z){text})" if self.learned_from == "begin" else f"{begins}+({text})"
         return re.compile(whole, re.DOTALL)
 
 
@@ -86,11 +86,16 @@ FAMILIES: Mapping[str, Turns] = {
         ("<|turn>model", "<tool_response|>"),
         ("<turn|>",),
         after="\n",
-        others=("<|tool_response>",),
+        others=("<|tool_response>", "<|turn>"),
     ),
-    # After the results of tools, these templates write no token for the assistant.
+    # Before an answer to results of tools, and before later calls, these templates write no token
+    # for the assistant.
     "DeepSeek V3, R1": Turns(
-        ("<\uff5cAssistant\uff5c>", "<\uff5ctool\u2581outputs\u2581end\uff5c>"),
+        (
+            "<\uff5cAssistant\uff5c>",
+            "<\uff5ctool\u2581outputs\u2581end\uff5c>",
+            "<\uff5ctool\u2581call\u2581begin\uff5c>",
+        ),
         ("<\uff5cend\u2581of\u2581sentence\uff5c>",),
         learned_from="begin",
     ),
@@ -155,9 +160,7 @@ def choose_turns(
     rendered = [(chat, text) for chat, text in probes if text is not None]
     prompt = render("prompt", [{"role": "user", "content": "asked"}], {}) or ""
     for family in possible:
-        turns = _with_white_space(family, prompt)
-        if not all(_has_after(text, turns) for _, text in rendered):
-            turns = turns._replace(after="")
+        turns = _with_white_space(family, prompt, [text for _, text in rendered])
         fits = rendered and all(_fits(*probe, turns, end_token) for probe in rendered)
         if fits and family.prompt in prompt:
             return turns
@@ -169,16 +172,14 @@ def _has_tokens(turns: Turns, tokens: Collection[str]) -> bool:
     return any(token in begin for token in tokens) and turns.ends[0] in tokens
 
 
-def _has_after(text: str, turns: Turns) -> bool:
-    return re.search(f"{_any_of(turns.ends)}(?!{re.escape(turns.after)})", text) is None
-
-
-def _with_white_space(turns: Turns, prompt: str) -> Turns:
-    if turns.learned_from != "text":
-        return turns
+def _with_white_space(turns: Turns, prompt: str, texts: Sequence[str]) -> Turns:
+    """Adds the prompt's white space to the first of `begins`; drops `after` if texts lack it."""
     _, begin, rest = prompt.rpartition(turns.begins[0])
     space = rest[: len(rest) - len(rest.lstrip())]
-    return turns._replace(begins=(begin + space, *turns.begins)) if space else turns
+    if space and turns.learned_from == "text":
+        turns = turns._replace(begins=(begin + space, *turns.begins))
+    bare = re.compile(f"{_any_of(turns.ends)}(?!{re.escape(turns.after)})")
+    return turns._replace(after="") if any(map(bare.search, texts)) else turns
 
 
 def _probes(*, has_tools: bool) -> Iterator[tuple[list[Message], dict[str, Any]]]:

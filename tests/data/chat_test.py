@@ -29,9 +29,10 @@ def _learned(tokenizer, example) -> list[str]:
 def test_the_assistants_words_and_their_end_are_learned(tmp_path, template):
     tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", template))
     example = ChatEncoder(tokenizer, 0.1).example({"messages": CHAT, "other": 1})
+    after = "" if template == MARKED else "\n"
     assert _learned(tokenizer, example) == [
-        "It is 2, \u00e9\u4e2d.<|im_end|>",
-        "You are welcome<|im_end|>",
+        f"It is 2, \u00e9\u4e2d.<|im_end|>{after}",
+        f"You are welcome<|im_end|>{after}",
     ]
     raw = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
     text = raw.decode(tokens_of(example).tolist(), skip_special_tokens=False)
