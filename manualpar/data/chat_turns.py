@@ -29,7 +29,7 @@ class Turns(NamedTuple):
     Attributes:
       begins: The texts that begin a turn.
       ends: The texts that end a turn; they are learned.
-      after: Text that is learned after an end, if the template writes it after every end.
+      after: Text that is learned after an end, if the template writes it after every turn.
       others: Texts that end a turn too, but are not learned, because others write them.
       learned_from: Where the learned text begins: with `begins`, with the `space` after them, or
         with the `text` that follows the white space of the prompt.
@@ -173,13 +173,13 @@ def _has_tokens(turns: Turns, tokens: Collection[str]) -> bool:
 
 
 def _with_white_space(turns: Turns, prompt: str, texts: Sequence[str]) -> Turns:
-    """Adds the prompt's white space to the first of `begins`; drops `after` if texts lack it."""
+    """Adds the prompt's white space to the first of `begins`; drops `after` if a turn lacks it."""
     _, begin, rest = prompt.rpartition(turns.begins[0])
     space = rest[: len(rest) - len(rest.lstrip())]
     if space and turns.learned_from == "text":
         turns = turns._replace(begins=(begin + space, *turns.begins))
-    bare = re.compile(f"{_any_of(turns.ends)}(?!{re.escape(turns.after)})")
-    return turns._replace(after="") if any(map(bare.search, texts)) else turns
+    found = (each[1] for text in texts for each in turns.pattern().finditer(text))
+    return turns._replace(after="") if any(each.endswith(turns.ends) for each in found) else turns
 
 
 def _probes(*, has_tools: bool) -> Iterator[tuple[list[Message], dict[str, Any]]]:
