@@ -6,7 +6,8 @@ completion directly follows the prompt.
 
 The labels in the loss are the tokens of the assistant's messages or of the completion, and the
 token that ends an answer. All other tokens are only inputs. White space that the template writes
-after the end token is an input too.
+after the end token is an input too, except in families for which `manualpar.data.chat_turns` says
+otherwise.
 
 A chat may have `"tools"`, `"documents"`, and `"chat_template_kwargs"` with other variables of the
 template, as in TRL. There `"chat_template"` names one of the tokenizer's templates. A message of
@@ -197,7 +198,7 @@ class Chats:
             if not inside.any():
                 continue
             first, last = np.flatnonzero(inside)[[0, -1]]
-            if not template.has_marks:
+            if not (template.has_marks or template.turns):
                 special = [i for i in range(first, last + 1) if encoding.ids[i] in self._special]
                 if special and not text[offsets[special[-1], 1] : stop].strip():
                     last = special[-1]
@@ -219,7 +220,7 @@ class Chats:
         template = self._templates.choose(name, has_tools="tools" in given)
         if template not in self._refused:
             template.choose_turns(self._added)
-            turns = sum(template.turns or (), ())
+            turns = template.turns.texts if template.turns else ()
             self._refused[template] = (*self._special.values(), *turns, BEGIN, END)
         return template
 

@@ -51,7 +51,7 @@ from manualpar.system.storage.untrusted import read_object
 
 HELD_OUT = 0.02
 PARTS, JOB, LOCK = "parts", "job.json", "lock"
-CHATS = 2  # Larger each time that equal chats become other tokens.
+CHATS = 3  # Larger each time that equal chats become other tokens.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,23 @@ CALLED = [
     {"role": "assistant", "content": "Welcome"},
 ]
 CHATS = (CHAT, CHAT[1:3], [*CHAT, CHAT[1]], REASONED, REASONED[:2])
+# The learned texts of two turns, as TRL's templates for these families mark them.
+LEARNED = {
+    "Qwen 3": ["2<|im_end|>\n", "<think>\n\n</think>\n\n4<|im_end|>\n"],
+    "Qwen 2.5": ["\n2<|im_end|>\n", "\n4<|im_end|>\n"],
+    "Phi-3": ["2<|end|>\n", "4<|end|>\n<|endoftext|>"],
+    "DeepSeek R1": [
+        f"<\uff5cAssistant\uff5c>{answer}<\uff5cend\u2581of\u2581sentence\uff5c>" for answer in "24"
+    ],
+    "Nemotron 3": ["<think></think>2<|im_end|>\n", "<think></think>4<|im_end|>\n"],
+    "gpt-oss": [
+        "<|start|>assistant<|channel|>final<|message|>2<|end|>",
+        "<|start|>assistant<|channel|>final<|message|>4<|return|>",
+    ],
+    "GLM-4": ["\n<think></think>\n2<|user|>", "\n<think></think>\n4"],
+    "Tiny Aya": [f"{answer}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" for answer in "24"],
+    "Gemma 4": ["2<turn|>\n", "4<turn|>\n"],
+}
 
 
 def _tokenizers(tmp_path, name):
@@ -49,7 +66,7 @@ def test_a_family_without_marks_is_learned_as_transformers_learns_it_with_marks(
     encoders = [ChatEncoder(load_tokenizer(directory), 0.1) for directory in (plain, marked)]
     lines = [{"messages": chat} for chat in CHATS]
     lines.append({"messages": [*CHAT[:2], CHAT[2] | {"thinking": "Hm."}]})
-    if name == "Qwen 3":
+    if name in ("Qwen 3", "Gemma 4"):
         lines += [{"messages": CALLED, "tools": [TOOL]}]
     for line in lines:
         made = theirs.apply_chat_template(
@@ -66,22 +83,53 @@ def test_a_family_without_marks_is_learned_as_transformers_learns_it_with_marks(
         assert 0 < sum(made["assistant_masks"]) < len(made["input_ids"])
 
 
+def _learned(tokenizer, line):
+    """The learned texts of a chat, of consecutive tokens."""
+    raw = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
+    example = ChatEncoder(tokenizer, 0.1).example(line)
+    edges = np.flatnonzero(np.diff(learned_of(example) > 0, prepend=False, append=False))
+    pieces = (tokens_of(example)[a:b] for a, b in edges.reshape(-1, 2))
+    return [raw.decode(piece, skip_special_tokens=False) for piece in pieces]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_begin_and_end_where_the_templates_of_trl_have_marks(tmp_path, name):
+    said = ("\n1 + 1?", "2", "\n2 + 2?", "4")
+    chat = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant") * 2, said, strict=True)
+    ]
+    for directory in _tokenizers(tmp_path, name):
+        assert _learned(load_tokenizer(directory), {"messages": chat}) == LEARNED[name]
+
+
+def test_results_of_tools_within_a_turn_and_line_breaks_of_others_are_not_learned(tmp_path):
+    plain, _ = _tokenizers(tmp_path, "Gemma 4")
+    learned = _learned(load_tokenizer(plain), {"messages": CALLED, "tools": [TOOL]})
+    assert learned == ["call:add", "It is 2.<turn|>\n", "Welcome<turn|>\n"]
+    # The text of a user follows the end of a turn, and begins with a line break.
+    bare = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant"
+        "{{ m.content }}<|im_end|>{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "bare", bare))
+    chat = [CHAT[1], CHAT[4], {"role": "user", "content": "\nYes"}, CHAT[4]]
+    assert _learned(tokenizer, {"messages": chat}) == [f"{CHAT[4]['content']}<|im_end|>"] * 2
+
+
 def test_of_several_turns_all_are_learned_though_the_last_is_written_otherwise(tmp_path):
     directory = write_chat_tokenizer(tmp_path / "t", without_marks(QWEN))
     tokenizer = load_tokenizer(directory)
     raw = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
 
-    def learned(line):
-        example = ChatEncoder(tokenizer, 0.1).example(line)
-        return raw.decode(tokens_of(example)[learned_of(example) > 0], skip_special_tokens=False)
-
-    assert learned({"messages": REASONED}) == (
-        "2<|im_end|><think>\nTwo more.\n</think>\n\n4 \u00e9!<|im_end|>"
-    )
+    assert _learned(tokenizer, {"messages": REASONED}) == [
+        "2<|im_end|>\n",
+        "<think>\nTwo more.\n</think>\n\n4 \u00e9!<|im_end|>\n",
+    ]
     call = '{"name": "add", "arguments": {"a": 1, "b": 1}}'
-    assert learned({"messages": CALLED[:2], "tools": [TOOL]}) == (
-        f"<think>\nIt is a sum.\n</think>\n\n\n<tool_call>\n{call}\n</tool_call><|im_end|>"
-    )
+    assert _learned(tokenizer, {"messages": CALLED[:2], "tools": [TOOL]}) == [
+        f"<think>\nIt is a sum.\n</think>\n\n\n<tool_call>\n{call}\n</tool_call><|im_end|>\n"
+    ]
     for line, said in (
         ({"messages": CALLED, "tools": TOOL}, "has tools that are no list of objects"),
         ({"messages": CALLED, "tools": "["}, "has tools whose text is not JSON"),

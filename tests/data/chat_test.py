@@ -25,19 +25,25 @@ def _learned(tokenizer, example) -> list[str]:
     return [raw.decode(tokens[a:b].tolist(), skip_special_tokens=False) for a, b in pairs]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
+# As ChatML, with the tokens of no family.
+OTHER = CHATML.replace("<|im_start|>", "<|endoftext|>")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, OTHER], ids=["plain", "marked", "other"])
 def test_the_assistants_words_and_their_end_are_learned(tmp_path, template):
     tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", template))
     example = ChatEncoder(tokenizer, 0.1).example({"messages": CHAT, "other": 1})
+    after = "\n" if template == CHATML else ""
     assert _learned(tokenizer, example) == [
-        "It is 2, \u00e9\u4e2d.<|im_end|>",
-        "You are welcome<|im_end|>",
+        f"It is 2, \u00e9\u4e2d.<|im_end|>{after}",
+        f"You are welcome<|im_end|>{after}",
     ]
     raw = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
     text = raw.decode(tokens_of(example).tolist(), skip_special_tokens=False)
-    turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT]
+    begin = "<|endoftext|>" if template == OTHER else "<|im_start|>"
+    turns = [f"{begin}{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT]
     assert text == "".join(turns)
-    assert tokens_of(example)[0] == raw.token_to_id("<|im_start|>")
+    assert tokens_of(example)[0] == raw.token_to_id(begin)
     assert tokenizer.end_token == raw.token_to_id("<|im_end|>")
 
 
