@@ -179,13 +179,30 @@ class Chats:
                 of_template.setdefault(found[2], []).append(number)
         for template, numbers in of_template.items():
             messages, given = ([made[number][part] for number in numbers] for part in (0, 1))
-            for number, answer in zip(numbers, template.render_all(messages, given), strict=True):
+            answers = template.render_all(messages, given)
+            for number, chat, answer in zip(numbers, messages, answers, strict=True):
                 made[number] = answer
                 if not isinstance(answer, ValueError):
-                    made[number] = _attempt(self._example, template, *answer)
+                    made[number] = _attempt(self._example, template, chat, *answer)
         return made
 
-    def _example(self, template: ChatTemplate, text: str, spans: Sequence[Span]) -> np.ndarray:
+    def _example(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        text: str,
+        spans: Sequence[Span],
+    ) -> np.ndarray:
+        answers = [x.get("content") or "" for x in messages if x["role"] == "assistant"]
+        if spans and any(map(str.strip, answers)):
+            learned = "".join(text[start:stop] for start, stop in spans)
+            for token in self._added:
+                learned = learned.replace(token, "")
+            if not learned.strip():
+                raise ValueError(
+                    "has answers that the chat's template leaves out, as templates of models of "
+                    "images do that expect a list as content; use another template"
+                )
         encoding = self._encode(text)
         tokens = np.array(encoding.ids, np.uint32)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)

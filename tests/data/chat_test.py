@@ -83,6 +83,13 @@ def test_a_name_chooses_a_template_of_several(tmp_path):
             begin(template, **line)
 
 
+def test_a_template_that_leaves_out_the_answers_is_refused(tmp_path):
+    source = CHATML.replace("message['content']", "message['content'][0].text | default('')")
+    directory = write_chat_tokenizer(tmp_path / "t", source)
+    with pytest.raises(ValueError, match="has answers that the chat's template leaves out"):
+        ChatEncoder(load_tokenizer(directory), 0.1, "").example({"messages": CHAT})
+
+
 def test_templates_in_files_go_with_the_tokens(tmp_path):
     directory = tmp_path / "t"
     write_chat_tokenizer(directory, "")
