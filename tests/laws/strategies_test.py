@@ -35,7 +35,7 @@ def reference():
 
 
 # The pairs that are tested fast; the tests of all other pairs are slow.
-FAST = {("dp", "manual"), ("fsdp", "manual"), ("hsdp", "manual"), ("fsdp", "explicit")}
+FAST = {("hsdp", "manual"), ("fsdp", "explicit")}
 
 
 @pytest.mark.parametrize(

@@ -391,13 +391,10 @@ BUILDERS = {"fsdp": fsdp, "zero": zero, "hsdp": hsdp, "data_parallel": data_para
 
 
 def _every_strategy():
-    """What shards most in the mode that is ours, and slowly the others."""
     for name in BUILDERS:
         for mode in ("manual", "auto", "explicit"):
             for remat in ("none", "dots"):
-                fast = (name, mode, remat) == ("fsdp", "manual", "dots")
-                marks = () if fast else pytest.mark.slow
-                yield pytest.param(name, mode, remat, marks=marks, id=f"{name}-{mode}-{remat}")
+                yield pytest.param(name, mode, remat, id=f"{name}-{mode}-{remat}")
 
 
 def _packed_batches():
@@ -425,6 +422,7 @@ def _train_and_compare(program, model, batches):
     chex.assert_trees_all_close(params, expected_params, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode", "remat"), list(_every_strategy()))
 def test_it_trains_under_every_strategy_as_on_one_device(devices8, name, mode, remat):
     model = SMALL.clone(remat=remat, bos_token=BOS, tied_head=name == "zero")

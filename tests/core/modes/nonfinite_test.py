@@ -122,7 +122,7 @@ def check_skips(program, poisoned):
     ReplicaSentinel(program.mesh, program.layout).check(state)
 
 
-FAST = {("zero1", "auto"), ("fsdp, pad", "manual")}
+FAST = {("fsdp, pad", "manual")}
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_a_scanned_model_holds_no_more_than_a_layer_gathered(devices8):
 @pytest.mark.parametrize(
     ("model", "use_scan"),
     [
-        (Tied(), False),
+        pytest.param(Tied(), False, marks=pytest.mark.slow),
         (Stack("everything", scan=True), True),
         pytest.param(Stack("dots", depth=2), True, marks=pytest.mark.slow),
         pytest.param(Stack("full", scan=True), False, marks=pytest.mark.slow),

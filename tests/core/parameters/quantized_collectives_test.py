@@ -55,7 +55,9 @@ def test_all_devices_gather_what_the_codes_of_the_shards_say(devices8, mesh, cod
 
 
 @pytest.mark.parametrize(("mesh", "code", "dim"), CASES)
-@pytest.mark.parametrize("sizes", [(4, 5, 7), (3, 64, 8)])  # Blocks end with runs of 512 or not.
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((4, 5, 7), marks=pytest.mark.slow), (3, 64, 8)]
+)  # Blocks end with runs of 512 or not.
 def test_each_device_has_its_shard_of_the_sum_of_codes(devices8, mesh, code, dim, sizes):
     shape, axes = MESHES[mesh]
     size = int(np.prod([shape[axis] for axis in axes]))

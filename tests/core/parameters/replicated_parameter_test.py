@@ -19,7 +19,6 @@ from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_co
 from manualpar.models import Context, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from tests.core.model.nnx.stacks import BATCHES, Stack
-from tests.one_device import slow_unless
 from tests.tiny import loss_fn, square_loss
 
 LAYERS, SIZE = 4, 32
@@ -191,7 +190,8 @@ AVERAGED = {
 
 
 @pytest.mark.usefixtures("means_in_loops")
-@pytest.mark.parametrize("case", [slow_unless({("plain",)}, x) for x in AVERAGED])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", AVERAGED)
 def test_gradients_averaged_in_a_loop_are_those_of_one_device(case):
     model, axes, options = AVERAGED[case]
     program, batch = build(model, axes, builder=data_parallel, **options)

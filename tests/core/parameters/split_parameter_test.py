@@ -249,7 +249,10 @@ def test_names_on_a_mesh(size, name, shared, expected):
     assert names_on("w", (size,), (name,), sizes, shared=shared) == expected
 
 
-NAMES = ("model", ("data", "model"), ("model", "data"))
+NAMES = [
+    ("data", "model"),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("model", ("model", "data"))),
+]
 
 
 def shards(devices, init, spec):

@@ -230,7 +230,10 @@ def test_other_bad_arguments_are_refused(devices8, normed, variables, trained):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("hsdp", 4), ("zero1_pad", 8), *[pytest.param("dp", 2, marks=pytest.mark.slow)]],
+    [
+        ("hsdp", 4),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("zero1_pad", 8), ("dp", 2))),
+    ],
 )
 def test_another_program_takes_a_state_bit_for_bit(devices8, normed, trained, name, count):
     tx = trained.tx

@@ -130,7 +130,7 @@ def test_keys_may_vary_over_fewer_axes_than_queries(devices8):
         ("ulysses", {"window": 9}),
         ("gather", {"window": 9}),
         pytest.param("ulysses", {"chunk": 9}, marks=pytest.mark.slow),
-        ("gather", {"chunk": 9}),
+        pytest.param("gather", {"chunk": 9}, marks=pytest.mark.slow),
     ],
 )
 def test_all_positions_of_some_heads_or_all_keys_are_attention(devices8, monkeypatch, how, scoring):

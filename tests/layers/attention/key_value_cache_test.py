@@ -27,7 +27,7 @@ def test_a_slot_holds_the_latest_position_that_is_its_own():
         assert [max(position, -1) for position in found.tolist()] == expected
 
 
-@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize("wrong", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("scoring", [Scoring(), Scoring(4, 2.0), Scoring(chunk=5)])
 def test_rows_of_all_lengths_attend_as_without_a_cache(scoring, wrong):
     """Each call has a token and `wrong` others, which then turn out to be wrong."""

@@ -81,6 +81,7 @@ def test_an_adapter_is_a_product_of_low_rank_added_to_the_kernel():
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_of_latents_are_merged_into_their_kernels():
     base = Transformer(**OF_LATENTS, scan_layers=False, num_layers=1)
     model = lora(base, {"*/attention/*": 3}, alpha=4)

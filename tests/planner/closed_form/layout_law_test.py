@@ -83,10 +83,10 @@ def operations(work: StepWork) -> Mapping[Any, float]:
 
 
 CASES: list[tuple[Layout, dict[str, Any]]] = [
-    (P(data=4, model=2), {"post_norms": True}),
     (P(stage=2, data=2, model=2, num_minibatches=4, chunks=2), {}),
 ]
 SLOW: list[tuple[Layout, dict[str, Any]]] = [
+    (P(data=4, model=2), {"post_norms": True}),
     *(
         (P(data=4, model=2, remat=remat), fields)
         for remat in Layout.remats

@@ -42,7 +42,6 @@ def renamed(params):
 
 def fast_or_slow(name, mode):
     is_fast = (name, mode) in {
-        ("fsdp", "manual"),
         ("fsdp, pad, step", "manual"),
     }
     return pytest.param(name, mode, marks=() if is_fast else pytest.mark.slow)
