@@ -111,7 +111,7 @@ def speculate(arguments):
     steps = types.SimpleNamespace(model=model, program=draft.program)
     target = types.SimpleNamespace(model=Transformer(), program=program(Transformer(), [device]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculative, "SpeculativeSteps", lambda program: steps)
+        patch.setattr(speculative, "SpeculativeSteps", lambda program, vocab_size: steps)
         drafting = speculative.Speculation(fields.get("draft", draft), target)
         drafting.check(**{"beams": 1, "prompts": [1], "max_tokens": 4, **call})
 

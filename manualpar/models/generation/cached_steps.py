@@ -116,6 +116,7 @@ class CachedSteps:
       program: The program that generates.
       model: The program's `Transformer` without options that concern only training or a context
         axis.
+      vocab_size: The number of tokens from which the steps draw.
       row_devices: The number of devices over which rows are sharded.
       prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
         drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
@@ -142,6 +143,7 @@ class CachedSteps:
         interface = program.model.interface
         _check(interface.module)
         self.program, self.model = program, _for_generation(interface.module)
+        self.vocab_size = self.model.vocab_size
         self._interface = dataclasses.replace(interface, module=self.model, phase="eval")
         axes = program.roles.data_axes
         self._rows, self._data_axes = PartitionSpec(axes), axes
@@ -191,7 +193,7 @@ class CachedSteps:
             start = jnp.max(jnp.where(begins, places, 0), axis=1)
             history = None
             if drawing.penalties is not None:
-                history = history_of(tokens, lengths, self.model.vocab_size)
+                history = history_of(tokens, lengths, self.vocab_size)
             token, drawn = self._choose(logits[:, 0], history, keys, lengths, drawing, width)
             return Rows(cache, token, lengths, start, keys, history), self._of_all(drawn)
 

@@ -82,7 +82,8 @@ class Generator:
           TypeError, ValueError: See `CachedSteps` and `Speculation`.
         """
         self.steps = SpeculativeSteps(program) if draft else CachedSteps(program)
-        self._speculation = Speculation(draft, self.steps) if draft else None
+        tokens = tokenizer.vocab_size if tokenizer else None
+        self._speculation = Speculation(draft, self.steps, tokens) if draft else None
         self.tokenizer = tokenizer
         # Batches are divisible over the devices that shard the rows of each model.
         drafting = self._speculation.steps.row_devices if self._speculation else 1

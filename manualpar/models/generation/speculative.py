@@ -76,9 +76,10 @@ class SpeculativeSteps(CachedSteps):
         `checked` is a `Checked`. `rows` is donated.
     """
 
-    def __init__(self, program: Program) -> None:
-        """Prepares the steps, see `CachedSteps`."""
+    def __init__(self, program: Program, vocab_size: int = 0) -> None:
+        """Prepares the steps, see `CachedSteps`; draws from `vocab_size` tokens if it is given."""
         super().__init__(program)
+        self.vocab_size = vocab_size or self.vocab_size
         self.propose = self._jit(self._propose, static_argnames="number", donate_argnames="cache")
         self.check = self._jit(self._check, donate_argnames="rows")
 
@@ -211,6 +212,14 @@ class SpeculativeSteps(CachedSteps):
     def _model_specs(self) -> tuple[Any, ...]:
         return param_specs(self.program.step.placements), PartitionSpec(), PartitionSpec()
 
+    def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
+        # A draft model may have rows of padding for another number of tokens than its target.
+        tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
+        logits, new = super()._apply(params, collections, tokens, rows)
+        missing = max(0, self.vocab_size - logits.shape[-1])
+        logits = jnp.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=-jnp.inf)
+        return logits[..., : self.vocab_size], new
+
     def move_rows(self, rows: Any) -> Any:
         """Moves rows of another program on the same devices to this program's mesh.
 
@@ -227,8 +236,11 @@ class Speculation:
       steps: The steps of the draft model.
     """
 
-    def __init__(self, draft: Draft, target: CachedSteps) -> None:
+    def __init__(self, draft: Draft, target: CachedSteps, tokens: int | None = None) -> None:
         """Prepares the steps of the draft model; compiles nothing yet.
+
+        Both models have the tokenizer's `tokens`, and may have different numbers of rows of padding
+        after them. Without a tokenizer (`None`), both need the same number of tokens.
 
         Raises:
           TypeError: The draft is not a `Draft`, or its model is not a `Transformer`.
@@ -245,21 +257,22 @@ class Speculation:
             )
         if draft.tokens < 1 or draft.tokens != int(draft.tokens):
             raise ValueError(f"Generator: draft.tokens is {draft.tokens}, expected at least 1.")
-        if model.vocab_size != target.model.vocab_size:
+        own, others = model.vocab_size, target.model.vocab_size
+        if own != others and not (tokens and tokens <= min(own, others)):
             raise ValueError(
-                f"Generator: draft.program has a model of {model.vocab_size} tokens, expected "
-                f"{target.model.vocab_size}, the vocabulary of the model that it drafts for."
+                f"Generator: draft.program has a model of {own} tokens, expected {others}, the "
+                "vocabulary of the model that it drafts for, or a tokenizer of at most as many."
             )
-        own, others = (
+        devices, expected = (
             {device.id for device in program.mesh.devices.flat}
             for program in (draft.program, target.program)
         )
-        if own != others:
+        if devices != expected:
             raise ValueError(
-                f"Generator: draft.program is on the devices {sorted(own)}, expected those of the "
-                f"model that it drafts for, {sorted(others)}; build both on the same mesh."
+                f"Generator: draft.program is on the devices {sorted(devices)}, expected those of "
+                f"the model that it drafts for, {sorted(expected)}; build both on the same mesh."
             )
-        self.steps, self._draft = SpeculativeSteps(draft.program), draft
+        self.steps, self._draft = SpeculativeSteps(draft.program, others), draft
 
     def check(self, beams: int, prompts: list[int], max_tokens: int) -> None:
         """Refuses a call that cannot have a draft.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from manualpar import data_parallel, fsdp, hsdp
+from manualpar.data.tokenizer import ByteTokenizer
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import nest_fields, with_fields
 from manualpar.models.generation import Draft, Generator
@@ -136,3 +137,24 @@ def test_samples_and_batches_are_drawn_as_without_a_draft(devices8):
     for piece in drafted.stream(state, PROMPTS, **options):
         streamed[piece.row].append(piece.token)
     assert streamed == [answer.tokens for answer in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [257, 272])
+def test_a_draft_may_have_another_number_of_rows_of_padding(devices8, size):
+    """The tokenizer has 257 tokens, and the model 260."""
+    del devices8
+    fields = nest_fields({**SIZES, "num_layers": 1, "bos_token": 256})
+    program, other = (
+        make_program(Transformer(**{**fields, "vocab_size": number}), {"data": 1})
+        for number in (260, size)
+    )
+    state, tokenizer = make_state(program), ByteTokenizer()
+    draft = Draft(other, make_state(other), 3)
+    options = {**PENALIZED, "max_tokens": 12}
+    prompts = [*PROMPTS, [258, 259, 3]]
+    expected = Generator(program, tokenizer, stop_tokens=()).generate(state, prompts, **options)
+    drafting = Generator(program, tokenizer, stop_tokens=(), draft=draft)
+    _assert_same(drafting.generate(state, prompts, **options), expected)
+    with pytest.raises(ValueError, match=f"a model of {size} tokens, expected 260"):
+        Generator(program, draft=draft)
