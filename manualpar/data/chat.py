@@ -194,8 +194,10 @@ class Chats:
         spans: Sequence[Span],
     ) -> np.ndarray:
         answers = [x.get("content") or "" for x in messages if x["role"] == "assistant"]
-        if spans and any(map(str.strip, answers)):
-            learned = "".join(text[start:stop] for start, stop in spans)
+        learned = "".join(text[start:stop] for start, stop in spans)
+        words = list(filter(None, map(str.strip, answers)))
+        # There may be thousands of added tokens, so they are only looked for if no answer is found.
+        if spans and words and not any(word in learned for word in words):
             for token in self._added:
                 learned = learned.replace(token, "")
             if not learned.strip():

@@ -83,7 +83,7 @@ class ReplicatedParameter(ShardedParameter, eq=False):
 
 
 class AveragedParameter(ShardedParameter, eq=False):
-    """A replicated parameter whose gradient is averaged over `comm.averaged_axes` by `unbox`."""
+    """A replicated parameter; `unbox` averages its gradient over `comm.averaged_axes`."""
 
     @classmethod
     def over(cls, axes: tuple[str, ...], parameter: Any) -> "AveragedParameter":

@@ -75,7 +75,7 @@ class Generator:
             shard the rows.
           stop_tokens: The tokens that end every answer. By default these are the tokens that begin
             and end documents, if the model or the tokenizer defines them.
-          draft: A small model of the same vocabulary, which drafts tokens that the model checks
+          draft: A small model with the same tokens, which drafts tokens that the model checks
             several at a time. The answers are those without a draft, up to rounding.
 
         Raises:

@@ -51,7 +51,7 @@ class Draft(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What the model makes of the drafted tokens of all rows, the same on all devices.
+    """The model's own tokens at the drafted positions of all rows, the same on all devices.
 
     Attributes:
       token: `int32[B, S]`, the model's own tokens, right up to the token after the accepted ones.
