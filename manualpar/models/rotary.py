@@ -256,16 +256,6 @@ def rotate(
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def unit(x: jax.Array, epsilon: float) -> jax.Array:
-    """Divides by the root mean square of the last dim, in float32, and casts to the dtype of `x`.
-
-    `epsilon` is added to the mean of squares.
-    """
-    y = x.astype(jnp.float32)
-    mean = jnp.square(y).mean(-1, keepdims=True)
-    return (y * jax.lax.rsqrt(mean + epsilon)).astype(x.dtype)
-
-
 def scaled(x: jax.Array, scale: float) -> jax.Array:
     """Multiplies in float32, and casts to the dtype of `x`."""
     return x if scale == 1.0 else (x.astype(jnp.float32) * scale).astype(x.dtype)

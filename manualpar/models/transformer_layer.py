@@ -35,7 +35,7 @@ from manualpar.layers.wide_norm import mean_square_of_heads
 from manualpar.models.latent_attention import LatentAttention
 from manualpar.models.layer_config import ACTIVATIONS, LayerConfig
 from manualpar.models.layer_parts import DimNames, make_product, marked, split_dims
-from manualpar.models.rotary import rotate, scaled, unit
+from manualpar.models.rotary import rotate, scaled
 
 
 class Layer(nn.Module):
@@ -126,9 +126,9 @@ class SelfAttention(nn.Module):
                 query_BSNH = self._grown(query_BSNH, rows)
             query_BSNH = scaled(query_BSNH, scale)
         elif how.rotated_norm:
+            unit = nn.RMSNorm(config.norm.epsilon, dtype=config.dtype, use_scale=False)
             query_BSNH, key_BSKH = (
-                unit(rotate(x, angles_SH, rotary=config.rotary), config.norm.epsilon)
-                for x in (query_BSNH, key_BSKH)
+                unit(rotate(x, angles_SH, rotary=config.rotary)) for x in (query_BSNH, key_BSKH)
             )
             query_BSNH = scaled(query_BSNH, scale)
         else:
