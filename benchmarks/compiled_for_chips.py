@@ -117,6 +117,7 @@ LAYOUTS: Mapping[str, Layout] = {
         {"optimizer.num_minibatches": 4, "parallel.communicate_every": "step"},
     ),
     "context over 4": Layout({CONTEXT_AXIS: 4}),
+    "context over 4, ring": Layout({CONTEXT_AXIS: 4}, {"parallel.context_attention": "ring"}),
     "context over 4, ulysses": Layout({CONTEXT_AXIS: 4}, {"parallel.context_attention": "ulysses"}),
 }
 REFERENCE = "auto"

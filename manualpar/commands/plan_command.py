@@ -84,7 +84,7 @@ CLOSED_FORM: Mapping[str, Any] = {
     "parallel.layer_overlap": "none",
     "parallel.mesh_order": (),
     "parallel.mode": "manual",
-    "parallel.context_attention": "ring",
+    "parallel.context_attention": "auto",
     "model.lora": (),
 }
 # How many of the fastest layouts are traced.
@@ -239,7 +239,7 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
 
 def _prepare(command: CommandLine) -> Experiment:
     """Builds the config's experiment for the topology's number of devices."""
-    devices = command.flags.topology.num_devices
+    devices = command.flags.topology.abstract_devices
     return prepare_planned(command.config, devices=devices, vocab_size=command.flags.vocab_size)
 
 

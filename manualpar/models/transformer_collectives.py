@@ -9,6 +9,7 @@ import flax
 import jax
 import jax.numpy as jnp
 
+from manualpar.core.mesh.mesh import platform_of
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import CAST_SCOPE, CONTEXT_SCOPE
 from manualpar.inspect.communication import Collective
@@ -30,6 +31,8 @@ from manualpar.layers.moe.moe import MoE, capacity_of
 from manualpar.models.layer_stack import scanned_layers, size_of_group
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import (
+    context_on,
+    heads_of_device,
     layers_with_experts,
     size_of_head,
     size_of_value,
@@ -110,7 +113,7 @@ class MinibatchCollectives:
     numbers for all layers.
 
     Args:
-      model: The model.
+      model: The model, with the context that `context_on` returns.
       sizes: The sizes of the mesh axes.
       tokens: `[B, S]`, the tokens of a device in a minibatch.
       parameter_dtype: The dtype in which the model gets its parameters.
@@ -201,11 +204,8 @@ class MinibatchCollectives:
                 x, num_experts=experts.num_experts, capacity=capacity, **runs
             )
         if x := self.context:
-            parts = sizes.get(split.axis or "", 1)
-            # If there are fewer heads than devices, devices share heads.
-            numbers = model.num_heads, model.num_kv_heads or model.num_heads
-            queries, keys = (max(number // parts, 1) for number in numbers)
-            heads = queries, keys, max(size_of_head(model), size_of_value(model))
+            features = max(size_of_head(model), size_of_value(model))
+            heads = *heads_of_device(model, sizes), features
             how = model.context.how
             of_attention = list(attention_collectives(x, how, heads=heads, **runs))
             self.layer += of_attention
@@ -243,15 +243,15 @@ def _in_minibatch(program: Program, model: Transformer, *, passes: int) -> Minib
 
     In a pipeline the code before the layers runs again before its backward pass.
     """
-    tokens = program.abstract_batch.inputs
+    tokens, sizes = program.abstract_batch.inputs, program.mesh.shape
     is_given = isinstance(tokens, Mapping)
     tokens = tokens["tokens"] if is_given else tokens
     examples, positions = tokens.sharding.shard_shape(tokens.shape)
     # Rows of the embedding are summed in the dtype in which parameters are used.
     [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
     return MinibatchCollectives(
-        model,
-        program.mesh.shape,
+        model.clone(context=context_on(model, sizes, platform_of(program.mesh))),
+        sizes,
         (examples // program.num_minibatches, positions),
         parameter_dtype=program.comm.gather.dtype or stored,
         passes=passes,

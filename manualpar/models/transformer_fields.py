@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from manualpar.layers.attention.context import Context
 from manualpar.layers.field_groups import refuse, refuse_unknown
 from manualpar.models.layer_config import ACTIVATIONS, Mlp
 from manualpar.models.layer_stack import REMAT_POLICIES, is_global, size_of_group
@@ -196,13 +197,14 @@ def _check_groups(model: "Transformer") -> None:
     rotary, scaling = model.rotary, model.rotary.scaling
     if rotary.features > size_of_head(model):
         refuse_in("rotary", "features", f"at most the {size_of_head(model)} features of a head")
+    blocks = "", "blockwise"
     pairs = (rotary.features or size_of_head(model)) // 2
     for factors in (scaling.short_factors, scaling.long_factors):
         if factors and len(factors) != pairs:
             refuse_in("rotary", "scaling", f"a factor for each of {pairs} pairs")
     if scaling.kind == "dynamic" and pairs < 2:
         refuse_in("rotary", "scaling", "no 'dynamic' scaling of a single pair of features")
-    if context.axis and context.how != "ulysses" and attention.kind not in ("", "blockwise"):
+    if context.axis and context.how in ("ring", "gather") and attention.kind not in blocks:
         refuse_in("attention", "kind", f"'' or 'blockwise' with context.how={context.how!r}")
     if not 0 <= experts.dense_layers < model.num_layers:
         expected = f"less than num_layers={model.num_layers}, or 0 for none"
@@ -213,6 +215,26 @@ def _check_groups(model: "Transformer") -> None:
         refuse_in("experts", "dense_layers", expected)
     if experts.num_experts and not layers_with_experts(model):
         refuse_in("experts", "every", f"up to num_layers={model.num_layers}")
+
+
+def heads_of_device(model: "Transformer", sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Returns how many query heads and key heads a device has on mesh axes of these sizes."""
+    parts = sizes.get(model.split.axis or "", 1)
+    # If there are fewer heads than devices, devices share heads.
+    queries, keys = model.num_heads, model.num_kv_heads or model.num_heads
+    return max(queries // parts, 1), max(keys // parts, 1)
+
+
+def context_on(model: "Transformer", sizes: Mapping[str, int], platform: str) -> Context:
+    """Returns a model's context on devices, with the communication that `"auto"` stands for.
+
+    Args:
+      model: The model.
+      sizes: The sizes of the mesh axes.
+      platform: The platform of the devices, such as `"gpu"`; `""` if it is not known.
+    """
+    devices = sizes.get(model.context.axis or "", 1)
+    return model.context.on_platform(platform, devices, *heads_of_device(model, sizes))
 
 
 def check_lengths(model: "Transformer", prompts: Iterable[int], max_tokens: int) -> None:

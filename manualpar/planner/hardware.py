@@ -26,6 +26,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jax.sharding import AbstractDevice
+
 from manualpar.layers.attention.devices import Device
 from manualpar.training.monitoring.throughput import PEAKS, peak_flops
 
@@ -122,6 +124,16 @@ class Chip:
     def is_tpu(self) -> bool:
         """Whether the chip is a TPU; XLA can compile for TPUs without a device."""
         return self.network.kind == "torus"
+
+    @property
+    def abstract_device(self) -> AbstractDevice | None:
+        """The chip as programs are traced for it without a compiler; `None` for TPUs.
+
+        For GPUs strategies choose other shards and a model other attention over split sequences.
+        For TPUs both are as without a device, but a kernel would replace attention in blocks, and
+        FLOPs are read from blocks.
+        """
+        return None if self.is_tpu else AbstractDevice(self.device_kind, None, "gpu")
 
     @property
     def device(self) -> Device:

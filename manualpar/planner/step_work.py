@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.compiler_options import Overlap
+from manualpar.core.mesh.mesh import platform_of
 from manualpar.core.mesh.mesh_order import in_order
 from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.program import Program
@@ -41,7 +42,7 @@ from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.attention.kinds import best_kind
 from manualpar.models import Transformer
-from manualpar.models.transformer_fields import size_of_head
+from manualpar.models.transformer_fields import context_on, heads_of_device, size_of_head
 from manualpar.planner.hardware import Chip
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import CONTEXT_AXIS
@@ -203,22 +204,23 @@ def read_work(
 def has_kernel(model: Any, program: Program, chip: Chip) -> bool:
     """Returns whether a model's attention runs in a kernel on a chip.
 
-    A plan is traced without devices, so the trace contains blockwise attention. If the model does
-    not name a kind, this function asks for the kind that devices of the chip take (`best_kind`).
-    Ring attention over split sequences has a kernel only on TPUs, and is planned without it.
+    A plan is traced without devices that run kernels, so the trace has blockwise attention. If the
+    model does not name a kind, this function asks for the kind that devices of the chip take
+    (`best_kind`). Ring attention over split sequences has a kernel only on TPUs, and is planned without it.
     """
     if not isinstance(model, Transformer):
         return False
-    if CONTEXT_AXIS in program.mesh.shape and model.context.how != "ulysses":
+    sizes, platform = program.mesh.shape, platform_of(program.mesh)
+    if CONTEXT_AXIS in sizes and context_on(model, sizes, platform).how != "ulysses":
         return False
     if model.attention.kind:
         return model.attention.kind in ("splash", "cudnn")
     inputs = program.abstract_batch.inputs
     tokens = jax.tree.leaves(inputs)[0]
     examples = tokens.sharding.shard_shape(tokens.shape)[0] // program.num_minibatches
-    heads = jax.ShapeDtypeStruct(
-        (examples, tokens.shape[1], model.num_heads, size_of_head(model)), model.dtype
-    )
+    number = max(heads_of_device(model, sizes)[0] // sizes.get(CONTEXT_AXIS, 1), 1)
+    shape = examples, tokens.shape[1], number, size_of_head(model)
+    heads = jax.ShapeDtypeStruct(shape, model.dtype)
     has_documents = isinstance(inputs, Mapping) or model.bos_token >= 0
     kind = best_kind(
         chip.device, heads, heads, model.attention.scoring, has_documents=has_documents

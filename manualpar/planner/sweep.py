@@ -171,7 +171,7 @@ class Builder(NamedTuple):
             fields["split"] = split_of(config)
         task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))
         rate = optax.constant_schedule(config.optimizer.learning_rate)
-        program = build_experiment(config, task, rate, devices=topology.num_devices)
+        program = build_experiment(config, task, rate, devices=topology.abstract_devices)
         throughput, overlap = throughput_of(config, task), config.parallel.overlap
         fused = has_kernel(task.model, program, topology.chip)
         on = {"platform": topology.chip.device.platform}

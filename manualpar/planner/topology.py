@@ -20,6 +20,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from jax.sharding import AbstractDevice
+
 from manualpar.core.mesh.mesh_order import sizes_across
 from manualpar.core.mesh.torus import closed_sides
 from manualpar.planner.hardware import Chip, Network, chip_named
@@ -49,6 +51,12 @@ class Topology:
     def num_devices(self) -> int:
         """The number of `jax.Device`s."""
         return self.num_chips * self.chip.devices_per_chip
+
+    @property
+    def abstract_devices(self) -> list[AbstractDevice] | int:
+        """The devices for which a program is traced without a compiler, or their number."""
+        device = self.chip.abstract_device
+        return [device] * self.num_devices if device else self.num_devices
 
     @property
     def slice_name(self) -> str:

@@ -6,11 +6,10 @@ the data only.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
-import jax
 import ml_collections
 
+from manualpar.core.mesh.mesh import AnyDevices
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.training.config import check_config
@@ -21,7 +20,7 @@ from manualpar.training.task import Task, make_task
 def prepare_planned(
     config: ml_collections.ConfigDict,
     *,
-    devices: Sequence[jax.Device] | int | None = None,
+    devices: AnyDevices = None,
     vocab_size: int = 0,
 ) -> Experiment:
     """Checks a config and builds its experiment, like `manualpar.training.experiment.prepare`.

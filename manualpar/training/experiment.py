@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import axes_size
 from manualpar.core.mesh.compiler_options import ChosenOptions, choose_options, keep_if_known
-from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
+from manualpar.core.mesh.mesh import AnyDevices, mesh_of
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.program.parameter_average import params_ema
 from manualpar.core.program.program import Program
@@ -75,7 +75,7 @@ class Experiment(NamedTuple):
 def prepare(
     config: ml_collections.ConfigDict,
     *,
-    devices: Sequence[jax.Device] | int | None = None,
+    devices: AnyDevices = None,
     task: Task | None = None,
     tracing: contextlib.AbstractContextManager[object] | None = None,
     earlier: EarlierDivision | None = None,
@@ -86,8 +86,8 @@ def prepare(
 
     Args:
       config: The config.
-      devices: The devices to train on; by default all of `jax.devices()`. If this is a number, the
-        program is traced for that number of devices and cannot run.
+      devices: The devices to train on; by default all of `jax.devices()`. For abstract devices, or
+        for a number of devices, the program is traced and cannot run.
       task: The model, loss and data; by default `make_task(config)`.
       tracing: A context in which the program is traced, for example to show that this takes long.
       earlier: The division of the batch in the checkpoint that the run goes on from.
@@ -155,7 +155,7 @@ def build_experiment(
     task: Task,
     schedule: optax.Schedule | None,
     *,
-    devices: Sequence[jax.Device] | int | None = None,
+    devices: AnyDevices = None,
 ) -> Program:
     """Traces the program that `config` describes, for batches of the task's data.
 
@@ -170,7 +170,7 @@ def _build(
     config: ml_collections.ConfigDict,
     task: Task,
     schedule: optax.Schedule | None,
-    devices: Sequence[jax.Device] | int | None,
+    devices: AnyDevices,
     tracing: contextlib.AbstractContextManager[object] | None = None,
     earlier: EarlierDivision | None = None,
 ) -> tuple[Program, ChosenOptions, Division]:
@@ -178,10 +178,7 @@ def _build(
     optimizer, parallel = config.optimizer, config.parallel
     own = is_own(config.model.name)
     axes = _mesh_axes(parallel, is_split=own or isinstance(task.model, Transformer))
-    if isinstance(devices, int):
-        mesh: Mesh | AbstractMesh = abstract_mesh(axes, devices)
-    else:
-        mesh = make_mesh(axes, devices, order=parallel.mesh_order)
+    mesh = mesh_of(axes, devices, order=parallel.mesh_order)
     kind = strategy_kinds()[parallel.strategy]
     if kind.replicates and "replica" not in mesh.shape:
         raise ValueError(

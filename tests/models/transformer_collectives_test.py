@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AbstractDevice
 
-from manualpar import Batch, Pipeline, Program, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.tracing.scopes import CAST_SCOPE, COUNT_SCOPE
+from manualpar import Batch, Pipeline, Program, data_parallel, fsdp, hsdp, zero
+from manualpar.core.mesh.mesh import mesh_of
+from manualpar.core.tracing.scopes import CAST_SCOPE, CONTEXT_SCOPE, COUNT_SCOPE
 from manualpar.inspect import (
     Ledger,
     bytes_by_axes,
@@ -59,6 +61,7 @@ def build(
     minibatches: int = 1,
     gather_dtype: str = "",
     keep: Any = "residuals",
+    devices: Any = None,
     **fields: Any,
 ) -> Program:
     tokens = jax.ShapeDtypeStruct((EXAMPLES, POSITIONS), jnp.int32)
@@ -71,7 +74,7 @@ def build(
         optax.sgd(1.0),
         mixture_of_experts_loss if model.experts.num_experts else language_model_loss,
         **options,
-        mesh=make_mesh(mesh),
+        mesh=mesh_of(mesh, devices),
         batch=Batch(inputs=tokens, labels=tokens),
         num_minibatches=minibatches,
         gather_dtype=gather_dtype or None,
@@ -175,6 +178,15 @@ SLOW = [
 )
 def test_every_collective_is_predicted(devices8, name, mesh, fields, minibatches):
     check(build(name, mesh, minibatches=minibatches, **fields))
+
+
+@pytest.mark.parametrize(("heads", "keys", "kind"), [(8, 2, "all_to_all"), (2, 2, "permute")])
+def test_gpus_exchange_heads_that_their_number_divides(heads, keys, kind):
+    gpus = [AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")] * 8
+    mesh, heads = {"data": 2, "context": 2, "model": 2}, {"num_heads": heads, "num_kv_heads": keys}
+    found = check(build("dp", mesh, devices=gpus, num_layers=1, **CONTEXT, **heads))
+    in_layer = [x for x in found.collectives if x.purpose == CONTEXT_SCOPE and "layer" in x.module]
+    assert {x.kind for x in in_layer} - {"all_gather"} == {kind}
 
 
 def test_a_head_by_chunks_sends_as_much(monkeypatch, devices8):

@@ -1,6 +1,7 @@
 """What a sweep compares, ranks and refuses."""
 
 import dataclasses
+import functools
 import math
 
 import ml_collections
@@ -149,6 +150,7 @@ def language_builder():
     return Builder(config, make_task(config))
 
 
+DATA = {"data": 8}
 KERNELS = [
     # On TPUs splash, whatever the dtype and the soft cap.
     ("v5e:2x4", {}, {}, True),
@@ -165,6 +167,13 @@ KERNELS = [
     # Only exchanged heads make whole sequences, of which a kernel on GPUs computes the attention.
     ("h100:8", {"dtype": "bfloat16"}, {"context_attention": "ulysses"}, True),
     ("h100:8", {"dtype": "bfloat16"}, {"context_attention": "ring"}, False),
+    ("h100:8", {"dtype": "bfloat16"}, {"context_attention": "auto"}, True),
+    (
+        "h100:8",
+        {"dtype": "bfloat16", "num_heads": 1, "num_kv_heads": 1},
+        {"context_attention": "auto"},
+        False,
+    ),
     ("v5e:2x4", {}, {"context_attention": "ring"}, False),
 ]
 
@@ -178,16 +187,21 @@ def _with_mesh(builder, **mesh):
 
 @pytest.fixture(scope="module")
 def programs(language_builder):
-    """A program whose sequences are not split, and one whose sequences are."""
-    meshes = {"data": 8}, {"data": 4, "context": 2}
-    return [prepare(_with_mesh(language_builder, **mesh), devices=8).program for mesh in meshes]
+    """Programs by topology and by whether sequences are split."""
+
+    @functools.cache
+    def build(topology, is_split):
+        config = _with_mesh(language_builder, **({"data": 4, "context": 2} if is_split else DATA))
+        return prepare(config, devices=parse_topology(topology).abstract_devices).program
+
+    return build
 
 
 @pytest.mark.parametrize(("topology", "model", "parallel", "expected"), KERNELS)
 def test_the_chips_say_whether_attention_is_a_kernel(
     language_builder, programs, topology, model, parallel, expected
 ):
-    program = programs[bool(parallel)]
+    program = programs(topology, bool(parallel))
     config = _with_mesh(language_builder, **program.mesh.shape)
     config.model.update(model)
     config.parallel.update(parallel)

@@ -142,7 +142,7 @@ REFUSED = [
         (("ulysses", (12, 3, 3), 8), "12 query heads and 3 key heads do not divide"),
         (("ring", (5, 2, 2), 8), r"query is float32\[1, 2, 5, 4\].*a multiple of the number"),
         (("ring", (2, 2, 1), 8), r"key is float32\[1, 2, 2, 4\] and value float32\[1, 2, 1, 4\]"),
-        (("rings", (2, 2, 2), 8), "how is 'rings', expected one of 'ring', 'ulysses', 'ga"),
+        (("rings", (2, 2, 2), 8), "how is 'rings', expected one of 'auto', 'ring', 'ulys"),
         (
             ("ring", (2, 2, 2), 8, {"kind": "xla"}),
             "is 'xla', expected '' or 'blockwise' with how='ring'",

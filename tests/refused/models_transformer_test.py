@@ -207,8 +207,14 @@ REFUSED = [
             {"split_axis": "context"},
             "context.axis is 'context', expected another axis than split.ax",
         ),
-        ({"attention": "cudnn"}, "attention.kind is 'cudnn', expected '' or 'blockwise' with con"),
-        ({"context_attention": "all"}, "Context: how is 'all', expected one of 'ring', 'uly"),
+        (
+            {"attention": "cudnn", "context_attention": "ring"},
+            "attention.kind is 'cudnn', expected '' or 'blockwise' with con",
+        ),
+        (
+            {"context_attention": "all"},
+            "Context: how is 'all', expected one of 'auto', 'ring', 'uly",
+        ),
         ({"context_attention": "ulysses", "num_heads": 4}, "4 query heads and 2 key heads do not"),
     ),
     *rows(

@@ -4,11 +4,15 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from manualpar.core.mesh.mesh_order import arrange_devices, check_order
+
+# Devices, devices of a kind without a device, the number of devices, or `None` for all devices.
+AnyDevices: TypeAlias = Sequence[jax.Device] | Sequence[AbstractDevice] | int | None
 
 
 def make_mesh(
@@ -64,12 +68,16 @@ def make_mesh(
     return Mesh(array, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
+def abstract_mesh(
+    axes: Mapping[str, int], num_devices: int, device: AbstractDevice | None = None
+) -> AbstractMesh:
     """Builds a mesh without devices, on which a program can be traced but not run.
 
     Args:
       axes: As in `make_mesh`.
       num_devices: The number of devices.
+      device: The kind of the devices, from which programs choose shards and kernels; `None` if it
+        is not known.
 
     Returns:
       A `jax.sharding.AbstractMesh` whose axes are all of `AxisType.Auto`.
@@ -80,7 +88,29 @@ def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
       TypeError: A name is not a string or a size is not an integer.
     """
     sizes = _fill_sizes("abstract_mesh", axes, num_devices)
-    return AbstractMesh(tuple(sizes), tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes), tuple(axes), axis_types=types, abstract_device=device)
+
+
+def mesh_of(
+    axes: Mapping[str, int], devices: AnyDevices, *, order: Sequence[str] = ()
+) -> Mesh | AbstractMesh:
+    """Builds a mesh of devices, or an abstract mesh if they are abstract or only a number.
+
+    `axes` and `order` are as in `make_mesh`, which also raises the errors.
+    """
+    if isinstance(devices, int):
+        return abstract_mesh(axes, devices)
+    known: Any = devices or jax.devices()
+    if isinstance(known[0], AbstractDevice):
+        return abstract_mesh(axes, len(known), known[0])
+    return make_mesh(axes, known, order=order)
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """Returns the platform of a mesh's devices, such as `"gpu"`; `""` if it is not known."""
+    device = mesh.abstract_mesh.abstract_device
+    return device.platform if device else ""
 
 
 def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> list[int]:

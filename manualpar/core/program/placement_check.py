@@ -6,6 +6,7 @@ import inspect
 from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
+from manualpar.core.mesh.mesh import platform_of
 from manualpar.core.model.option_table import check_choice
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
@@ -70,8 +71,7 @@ def place_parameter(
     axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)
     if not axes:  # The model computes with shards over all axes, so the strategy gets none.
         return Placement(info.names)
-    if isinstance(mesh, Mesh):  # An abstract mesh has no devices.
-        info = dataclasses.replace(info, platform=mesh.devices.flat[0].platform)
+    info = dataclasses.replace(info, platform=platform_of(mesh))
     try:
         placement = strategy.place(info, axes, axes_size(mesh, axes))
     except Exception as error:

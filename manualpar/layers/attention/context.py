@@ -33,11 +33,11 @@ from manualpar.layers.attention.chunked_attention import attend_from_half_blocks
 from manualpar.layers.attention.kinds import AttentionKind, attention, check_attention
 from manualpar.layers.attention.ring_attention import ring_attention, zigzag_positions
 from manualpar.layers.attention.splash_ring import fits_parts
-from manualpar.layers.boundaries import bound_axes, has_lost_types
+from manualpar.layers.boundaries import bound_axes, has_lost_types, platform_traced_for
 from manualpar.layers.field_groups import FieldGroup, flat_field, refuse_unknown
 
 # How attention combines queries with the keys of other devices.
-ContextAttention = Literal["ring", "ulysses", "gather"]
+ContextAttention = Literal["auto", "ring", "ulysses", "gather"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
 
 
@@ -57,13 +57,15 @@ class Context(FieldGroup):
     Attributes:
       axis: The mesh axis; `None` for none. If the mesh lacks the axis, sequences are not split.
       how: The communication of attention: `"ring"` sends keys and values around a ring while each
-        device computes, `"ulysses"` gives each device all positions of some heads, and `"gather"`
-        gives it all keys and values. With `"ring"` memory does not grow with the length of the
-        sequence. `"ulysses"` is by Jacobs et al., https://arxiv.org/abs/2309.14509.
+        device computes, `"ulysses"` gives each device all positions of some heads, `"gather"`
+        gives it all keys and values, and `"auto"` takes `"ulysses"` on GPUs if the devices divide
+        the heads, because GPUs have a kernel for complete sequences, and `"ring"` otherwise. With
+        `"ring"` memory does not grow with the length of the sequence. `"ulysses"` is by Jacobs et
+        al., https://arxiv.org/abs/2309.14509.
     """
 
     axis: str | None = flat_field(None, "context_axis")
-    how: ContextAttention = flat_field("ring", "context_attention")
+    how: ContextAttention = flat_field("auto", "context_attention")
 
     def __post_init__(self) -> None:
         refuse_unknown(self, "how", CONTEXT_ATTENTIONS)
@@ -73,6 +75,23 @@ class Context(FieldGroup):
         """The number of devices along the axis, `C`; 1 if the axis is not bound."""
         axes = bound_axes("Context", self.axis)
         return jax.lax.axis_size(axes) if axes else 1
+
+    def on_platform(
+        self, platform: str | None, devices: int, num_heads: int, num_groups: int
+    ) -> "Context":
+        """Returns the context with the communication that `"auto"` stands for.
+
+        Args:
+          platform: JAX's name of the platform, such as `"gpu"`.
+          devices: The number of devices along the axis.
+          num_heads: A device's query heads before they are exchanged, `N`.
+          num_groups: Likewise of key heads, `K`.
+        """
+        if self.how != "auto":
+            return self
+        is_divided = _divides_heads(devices, num_heads, num_groups)
+        how: ContextAttention = "ulysses" if platform == "gpu" and is_divided else "ring"
+        return dataclasses.replace(self, how=how)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Returns the named scope of context parallelism, if the axis is bound.
@@ -230,15 +249,17 @@ class Context(FieldGroup):
             return self._attend_to_global(attend, query, key, value, documents, sinks)
         self._check_length("attention", query.shape[1])
         check_attention(query, key, value, documents, scoring)
-        if self.how == "ulysses":
+        heads = query.shape[2], key.shape[2]
+        how = self.on_platform(platform_traced_for(), self.size, *heads).how
+        if how == "ulysses":
             return self._exchange_heads(attend, query, key, value, documents, sinks)
         if kind not in ("", "blockwise"):
             raise ValueError(
                 f"Context: kind (a model's field attention) is {kind!r}, expected '' or "
-                f"'blockwise' with how={self.how!r}, because 'ring' and 'gather' always compute in "
-                "blocks."
+                f"'blockwise' with how={how!r}, because 'ring' and 'gather' always compute in "
+                "blocks; or choose how='ulysses'."
             )
-        if self.how == "gather":
+        if how == "gather":
             return self._gather_keys(query, key, value, documents, scoring, sinks)
         of_all = None if documents is None else self._gather(documents)
         by_kernel = not kind and fits_parts(query, key, query.shape[1] // 2, scoring)
@@ -300,7 +321,7 @@ class Context(FieldGroup):
     ) -> jax.Array:
         size, num_heads, num_groups = self.size, query.shape[2], key.shape[2]
         repeats = max(1, size // num_groups)
-        if num_heads % size or num_groups * repeats % size:
+        if not _divides_heads(size, num_heads, num_groups):
             raise ValueError(
                 f"Context: {num_heads} query heads and {num_groups} key heads do not divide over "
                 f"the {size} devices along {self.axis!r}; expected multiples of {size}, or for key "
@@ -360,6 +381,12 @@ class Context(FieldGroup):
                 f"because it holds two half-blocks of the sequence. Make the sequence a multiple "
                 f"of {2 * self.size}, two times the devices along {self.axis!r}."
             )
+
+
+def _divides_heads(devices: int, num_heads: int, num_groups: int) -> bool:
+    """Returns whether each device can attend with equally many heads; key heads may be repeated."""
+    repeats = max(1, devices // num_groups)
+    return num_heads % devices == 0 and num_groups * repeats % devices == 0
 
 
 def _reordered(x: jax.Array, blocks: np.ndarray) -> jax.Array:

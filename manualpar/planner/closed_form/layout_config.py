@@ -74,7 +74,7 @@ def trace_layout(
     if layout.stage == 1:
         repeats, config.optimizer.num_minibatches = layout.num_minibatches, 1
         config.data.batch_size //= repeats
-    experiment = prepare_planned(config, devices=layout.num_devices, vocab_size=vocab_size)
+    experiment = prepare_planned(config, devices=topology.abstract_devices, vocab_size=vocab_size)
     throughput = throughput_of(config, experiment.task)
     work = read_work(
         experiment.program,

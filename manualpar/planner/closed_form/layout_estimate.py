@@ -155,8 +155,9 @@ class LayoutEstimator:
         if layout.stage > 1 and num_layers != model.num_layers:  # As if all stages were full.
             model = model.clone(num_layers=num_layers)
         params = abstract_parameters(model)
-        forms = parameter_forms(params, layout, min_weight_size=self._min_weight_size)
-        return model_on(model, layout), forms
+        device = self.topology.chip.abstract_device
+        forms = parameter_forms(params, layout, device, min_weight_size=self._min_weight_size)
+        return model_on(model, layout, device), forms
 
 
 def estimate_layout(

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice
 
 from manualpar.core.mesh.mesh import abstract_mesh
 from manualpar.core.mesh.roles import AxisRoles
@@ -26,6 +27,7 @@ from manualpar.core.trees import path_name
 from manualpar.inspect.parameter_formulas import ParameterForm
 from manualpar.layers import Context
 from manualpar.models import Split, Transformer
+from manualpar.models.transformer_fields import context_on
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.strategies import BUILT_IN
 from manualpar.strategies.fsdp import fully_sharded
@@ -42,16 +44,17 @@ STRATEGIES: Mapping[bool, str] = {
 }
 
 
-def model_on(model: Transformer, layout: Layout) -> Transformer:
+def model_on(model: Transformer, layout: Layout, device: AbstractDevice | None) -> Transformer:
     """Returns a copy of the model whose split, experts and context use the layout's axes."""
     axes = layout.mesh
     expert, context = (axis if axis in axes else None for axis in (EXPERT_AXIS, CONTEXT_AXIS))
-    return model.clone(
+    model = model.clone(
         split=Split(SPLIT_AXIS, sequence_parallel=True) if SPLIT_AXIS in axes else Split(),
         experts=dataclasses.replace(model.experts, axis=expert),
         context=dataclasses.replace(model.context, axis=context),
         scan_layers=True,
     )
+    return model.clone(context=context_on(model, axes, device.platform if device else ""))
 
 
 @functools.lru_cache(maxsize=32)
@@ -82,12 +85,12 @@ class LayoutProgram:
 
 
 def parameter_forms(
-    params: Any, layout: Layout, *, min_weight_size: int
+    params: Any, layout: Layout, device: AbstractDevice | None, *, min_weight_size: int
 ) -> tuple[ParameterForm, ...]:
     """Returns the collectives of each parameter, sharded as the layout's strategy decides.
 
-    `params` comes from `abstract_parameters`. The chunks, `keep` and `remat` of the layout do not
-    matter.
+    `params` comes from `abstract_parameters`, and `device` is as in `abstract_mesh`. The chunks,
+    `keep` and `remat` of the layout do not matter.
     """
     axes = layout.mesh
     replicas = ("replica",) if "replica" in axes else ()
@@ -116,7 +119,7 @@ def parameter_forms(
     quantized_axes = replicas if reduce.quantizer and replicas else None
     averaged_axes = replicas if strategy.averages_in_backward else ()
     comm = CommPolicy(gather, reduce, quantized_axes=quantized_axes, averaged_axes=averaged_axes)
-    mesh: Any = abstract_mesh(axes, layout.num_devices)
+    mesh: Any = abstract_mesh(axes, layout.num_devices, device)
     program = LayoutProgram(strategy, mesh, roles.data_axes, layout.num_minibatches, comm)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
     paths = [path_name(path) for path, _ in leaves]

@@ -1,9 +1,9 @@
 import jax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AxisType
 
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
+from manualpar.core.mesh.mesh import abstract_mesh, make_mesh, mesh_of, platform_of
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,15 @@ def test_a_mesh_of_devices_that_nobody_has(devices8):
     mesh = abstract_mesh({"replica": 2, "data": -1}, 4096)
     assert dict(mesh.shape) == {"replica": 2, "data": 2048}
     assert mesh.axis_types == make_mesh({"a": 2, "b": -1}, devices8).axis_types
+
+
+def test_the_platform_of_a_mesh(devices8):
+    gpu = AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
+    assert platform_of(make_mesh({"data": -1}, devices8)) == "cpu"
+    assert platform_of(mesh_of({"data": -1}, 16)) == ""
+    mesh = mesh_of({"data": -1, "model": 2}, [gpu] * 16)
+    assert (platform_of(mesh), dict(mesh.shape)) == ("gpu", {"data": 8, "model": 2})
+    assert mesh_of({"data": -1}, devices8[:2]) == make_mesh({"data": -1}, devices8[:2])
 
 
 def test_axis_tuple():
