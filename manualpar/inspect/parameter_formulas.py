@@ -32,8 +32,6 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.inspect.communication import Collective, Kind
 
-UINT8 = jnp.dtype("uint8")  # The dtype of quantized numbers.
-
 
 class Sending(Protocol):
     """The fields of a program that determine what devices send for parameters."""
@@ -100,7 +98,7 @@ class _DimGather(NamedTuple):
         """
         n = self.elements // self.rows // self.calls
         code = comm.gather.quantizer_for(n, dtype) if self.is_data else None
-        size, sent = (code.row_bytes(n), UINT8) if code else (n, sent)
+        size, sent = code.row(n) if code else (n, sent)
         times = times * self.calls // parts
         shape = (self.rows * size,)
         return Collective("all_gather", self.axes, self.axis_size, shape, sent, times, scope)
@@ -112,7 +110,7 @@ class _DimGather(NamedTuple):
         n, times = self.elements // self.calls, times * self.calls // parts
         code = comm.reduce_quantizer(n, reduced, self.axes)
         kind: Kind = "all_to_all" if code else "reduce_scatter"
-        size, sent = (code.row_bytes(n), UINT8) if code else (n, reduced)
+        size, sent = code.row(n) if code else (n, reduced)
         shape = (self.axis_size * size,)
         return Collective(kind, self.axes, self.axis_size, shape, sent, times, scope)
 
@@ -359,8 +357,8 @@ def mean_collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives that compute the mean of `n` numbers over `size` devices."""
     if size > 1 and (code := comm.reduce_quantizer(n / size, dtype, axes)):
-        row = code.row_bytes(-(-n // size))
-        yield Collective("all_to_all", axes, size, (size * row,), UINT8, 1, scope)
-        yield Collective("all_gather", axes, size, (row,), UINT8, 1, scope)
+        row, sent = code.row(-(-n // size))
+        yield Collective("all_to_all", axes, size, (size * row,), sent, 1, scope)
+        yield Collective("all_gather", axes, size, (row,), sent, 1, scope)
     else:
         yield Collective("all_reduce", axes, size, (n,), dtype, 1, scope)

@@ -9,7 +9,7 @@ from typing import Any
 import rich.console
 
 from manualpar.core.parameters.comm_policy import CommPolicy, Format
-from manualpar.core.parameters.quantized_collectives import BlockQuantizer
+from manualpar.core.parameters.quantized_collectives import make_quantizer
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.planner.closed_form.layout import AnyCode
 from manualpar.planner.hardware import Chip
@@ -135,10 +135,7 @@ def print_closed_form(
     console: rich.console.Console, *, gather_code: AnyCode, reduce_code: AnyCode
 ) -> None:
     """Prints the assumptions of the closed form of layouts, beyond those of the roofline."""
-    gather, reduce = (
-        Format(quantizer=BlockQuantizer(code) if code else None)
-        for code in (gather_code, reduce_code)
-    )
+    gather, reduce = (Format(quantizer=make_quantizer(code)) for code in (gather_code, reduce_code))
     codes = describe_codes(CommPolicy(gather, reduce))
     print_wrapped(
         console,

@@ -206,7 +206,7 @@ def has_kernel(model: Any, program: Program, chip: Chip) -> bool:
 
     A plan is traced without devices that run kernels, so the trace has blockwise attention. If the
     model does not name a kind, this function asks for the kind that devices of the chip take
-    (`best_kind`). Ring attention over split sequences has a kernel only on TPUs, and is planned without it.
+    (`best_kind`). A ring over split sequences has a kernel only on TPUs, and is planned without it.
     """
     if not isinstance(model, Transformer):
         return False

@@ -212,6 +212,14 @@ CASES = (
     ),
     Case("fsdp", DATA, {"gather_code": "int8"}, tolerance=INT8),
     Case("fsdp", DATA, {"reduce_code": "int8", "stochastic_rounding": True}, tolerance=2 * INT8),
+    Case("fsdp", DATA, {"reduce_code": "bfloat16", "num_minibatches": 2}, tolerance=BFLOAT16),
+    Case(
+        "fsdp",
+        DATA,
+        {"reduce_code": "bfloat16", "gather_dtype": "bfloat16", "stochastic_rounding": True},
+        tolerance=BFLOAT16,
+        slow=True,
+    ),
     Case("fsdp", {"data": 4, "model": 2}, {"rules": (("in", None), ("out", "model"))}, "named"),
     Case("fsdp", {"data": 4, "context": 2}, {"context_axis": "context"}, "split sequences"),
     Case(

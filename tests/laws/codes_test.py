@@ -4,6 +4,7 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -56,7 +57,10 @@ CODES = {
     "weights": {"gather_code": "int8"},
     "gradients": {"reduce_code": "int8"},
     "both": {"gather_code": "int8", "reduce_code": "int4", "gather_dtype": "bfloat16"},
+    "numbers": {"reduce_code": "bfloat16", "gather_dtype": "bfloat16"},
 }
+# Code -> the largest code, or the precision of a bfloat16.
+PRECISION = {**LARGEST_CODE, "bfloat16": 256}
 
 
 def cases(fast, *more):
@@ -140,7 +144,7 @@ def test_a_step_is_that_of_the_parameters_that_the_codes_say(devices8, name, mes
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "code"), cases({("fsdp", "8", "int8"), ("dp", "4 2", "int4")}, *LARGEST_CODE)
+    ("name", "mesh", "code"), cases({("fsdp", "8", "int8"), ("dp", "4 2", "int4")}, *PRECISION)
 )
 def test_a_gradient_is_off_by_what_the_codes_leave_out(devices8, name, mesh, code):
     program = build(name, mesh, devices8, reduce_code=code)
@@ -158,13 +162,15 @@ def test_a_gradient_is_off_by_what_the_codes_leave_out(devices8, name, mesh, cod
 
     def check(g, exact, *parts):
         largest = max(np.abs(part).max() for part in parts) * 2
-        bound = 2 * reductions * largest / LARGEST_CODE[code] / 2 * (1 + 2**-6) + 1e-6
+        bound = 2 * reductions * largest / PRECISION[code] / 2 * (1 + 2**-6) + 1e-6
         assert np.abs(g - exact).max() <= bound
 
     jax.tree.map(check, found, expected, *each)
 
 
-@pytest.mark.parametrize(("name", "mesh", "code"), cases({("fsdp", "2 4", "both")}, *CODES))
+@pytest.mark.parametrize(
+    ("name", "mesh", "code"), cases({("fsdp", "2 4", "both"), ("dp", "8", "numbers")}, *CODES)
+)
 def test_a_step_sends_the_bytes_of_the_closed_form(devices8, name, mesh, code):
     program = build(name, mesh, devices8, **CODES[code])
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
@@ -177,6 +183,9 @@ def test_a_step_sends_the_bytes_of_the_closed_form(devices8, name, mesh, code):
         assert sent == closed
     assert sent.keys() <= closed.keys()
     codes = [one for one in trace_collectives(traced) if one.dtype == np.uint8]
+    if code == "numbers":
+        of_gradients = of_parameters(trace_collectives(traced))
+        assert {x.dtype for x in of_gradients if x.kind == "all_to_all"} <= {jnp.dtype("bfloat16")}
     if codes:
         assert sum(sent.values()) < sum(exact.values())
     compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()

@@ -14,9 +14,8 @@ from manualpar.core.model.option_table import Option, OptionTable, explain_optio
 from manualpar.core.modes.strategy import ModeName, Stages
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.block_quantization import Quantization
 from manualpar.core.parameters.comm_policy import CommPolicy, Format
-from manualpar.core.parameters.quantized_collectives import BlockQuantizer
+from manualpar.core.parameters.quantized_collectives import ReduceCode, make_quantizer
 
 Nonfinite = Literal["ignore", "report", "skip"]
 WIRE_DTYPES = ("bfloat16", "float32", "float64")
@@ -81,9 +80,11 @@ class ProgramOptions(TypedDict, total=False):
         each block of 256 numbers. The model computes with the quantized parameters, and the
         optimizer updates exact ones. ZeRO's new parameters are sent unquantized. For mode
         `"manual"`, like the next three options.
-      reduce_code: The quantizer of gradients that are reduced over the axes of the batch: qgZ of
-        ZeRO++. Gradients are summed in float32. `hsdp` quantizes only the reduction over
-        `replica_axis`. With `axis_by_axis` gradients are quantized again for each axis.
+      reduce_code: The format in which gradients are sent to be summed in float32, over the axes of
+        the batch: the codes of qgZ of ZeRO++, or `"bfloat16"`. The latter sends as many bytes as
+        `reduce_dtype="bfloat16"`, which also rounds after every addition. `hsdp` quantizes only the
+        reduction over `replica_axis`. With `axis_by_axis` gradients are quantized again for each
+        axis.
       error_feedback: Whether the error of quantizing a device's gradient is added to the device's
         gradient in the next step, see `manualpar.core.program.gradient_rounding`. For gradients
         that are reduced once a step.
@@ -185,7 +186,7 @@ class ProgramOptions(TypedDict, total=False):
         Option(None, "parallel.gather_code", xla_chooses="what it sends"),
     ]
     reduce_code: Annotated[
-        Quantization | None,
+        ReduceCode | None,
         Option(None, "parallel.reduce_code", xla_chooses="what it sends"),
     ]
     error_feedback: Annotated[
@@ -241,8 +242,8 @@ def choose_formats(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDty
     for field in ("error_feedback", "stochastic_rounding"):
         if options[field] and not options["reduce_code"]:
             raise ValueError(
-                f"{strategy}: {field}=True with no reduce_code, expected reduce_code='int8' or "
-                "'int4'."
+                f"{strategy}: {field}=True with no reduce_code, expected reduce_code='int8', "
+                "'int4' or 'bfloat16'."
             )
     for option in PROGRAM_OPTIONS.values():
         got = names.get(option.name, options[option.name])
@@ -254,7 +255,7 @@ def choose_formats(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDty
 
     def format_of(way: str) -> Format:
         code = options[f"{way}_code"]
-        return Format(names[f"{way}_dtype"], BlockQuantizer(code) if code else None)
+        return Format(names[f"{way}_dtype"], make_quantizer(code))
 
     comm = CommPolicy(format_of("gather"), format_of("reduce"), options["axis_by_axis"])
     return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), comm

@@ -1,5 +1,7 @@
 """Quantizes numbers to 8 or 4 bits: an integer code of each number, and a scale of each block.
 
+`round_to_bfloat16` rounds numbers to 16 bits, without blocks.
+
 A block is a run of adjacent numbers along the last dim of an array. The scale of a block is the
 block's largest magnitude divided by the largest code. The code of a number is `number / scale`,
 rounded to an integer (Dettmers et al., LLM.int8(), https://arxiv.org/abs/2208.07339). For storage,
@@ -127,6 +129,22 @@ def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
     factors = jnp.broadcast_to(scales.astype(wide)[..., None], (*scales.shape, block))
     factors = factors.reshape(*scales.shape[:-1], count * block)[..., :size]
     return (codes.astype(wide) * factors).astype(scales.dtype)
+
+
+def round_to_bfloat16(x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """Rounds an array `[..., n]` to bfloat16.
+
+    With a key, numbers are rounded up or down at random, so that the mean over keys is the
+    unrounded number. Rows with different largest magnitudes get different noise from one key.
+    Without a key, numbers are rounded to the nearest. What is not finite stays as it is.
+    """
+    if key is None:
+        return x.astype(jnp.bfloat16)
+    wide = x.astype(jnp.float32)
+    noise = _noise(key, jnp.abs(wide).max(-1), x.shape) * 2**16
+    bits = jax.lax.bitcast_convert_type(wide, jnp.uint32) + noise.astype(jnp.uint32)
+    up_or_down = jax.lax.bitcast_convert_type(bits >> 16 << 16, jnp.float32)
+    return jnp.where(jnp.isfinite(wide), up_or_down, wide).astype(jnp.bfloat16)
 
 
 def quantized_bytes(n: int, code: Quantization) -> int:

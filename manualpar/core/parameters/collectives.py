@@ -151,7 +151,7 @@ def scatter_mean(
       x: Each device's array, `[..., D, ...]`.
       dim: The dimension to scatter along; the size of `axes` divides it.
       axes: The mesh axes.
-      comm: The quantizer, which is used if it saves bytes, and whether to scatter axis by axis.
+      comm: The quantizer, which is used if it is worth it, and whether to scatter axis by axis.
       dtype: The dtype in which unquantized values are sent; by default the dtype of `x`.
 
     Returns:
@@ -180,7 +180,7 @@ def reduce_mean(x: jax.Array, axes: tuple[str, ...], *, comm: CommPolicy, dtype:
     Args:
       x: Each device's array.
       axes: The mesh axes; `()` returns `x`.
-      comm: The quantizer, which is used if it saves bytes, and the axes that it is used over.
+      comm: The quantizer, which is used if it is worth it, and the axes that it is used over.
       dtype: The dtype in which an unquantized array is sent.
 
     Communication:

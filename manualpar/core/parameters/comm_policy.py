@@ -4,7 +4,6 @@ A collective over several mesh axes runs over all axes at once, or over one axis
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,8 +18,14 @@ class Quantizer(Protocol):
     def name(self) -> str:
         """The quantizer's name in the options `gather_code` and `reduce_code`."""
 
-    def row_bytes(self, n: int) -> int:
-        """Returns the bytes that are sent for a row of `n` numbers."""
+    def row(self, n: int) -> tuple[int, Any]:
+        """Returns the length and the dtype of the row that is sent for `n` numbers."""
+
+    def is_worth(self, n: float, itemsize: int) -> bool:
+        """Returns whether to use the quantizer for `n` numbers of `itemsize` bytes, on average.
+
+        If `n` is no integer, some devices send a number fewer, and rows are padded.
+        """
 
     def gather(self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]]) -> jax.Array:
         """Gathers shards along `dim`, over the axes of each round in turn; returns float32."""
@@ -40,17 +45,17 @@ class Format:
 
     Attributes:
       dtype: The dtype to which the numbers are cast; `None` to keep their dtype.
-      quantizer: The quantizer, which is used only if it saves bytes; `None` for no quantizer.
+      quantizer: The quantizer, which is used only where it is worth it; `None` for no quantizer.
     """
 
     dtype: str | None = None
     quantizer: Quantizer | None = None
 
     def quantizer_for(self, n: float, dtype: Any) -> Quantizer | None:
-        """Returns the quantizer if it saves bytes for a row of `n` numbers of `dtype`."""
+        """Returns the quantizer if it is worth it for a row of `n` numbers of `dtype`."""
         itemsize = jnp.dtype(self.dtype or dtype).itemsize
         quantizer = self.quantizer
-        return quantizer if quantizer and quantizer.row_bytes(math.ceil(n)) < n * itemsize else None
+        return quantizer if quantizer and quantizer.is_worth(n, itemsize) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +112,7 @@ class CommPolicy:
         return jnp.dtype(self.reduce.dtype or self.gather.dtype or dtype)
 
     def reduce_quantizer(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Quantizer | None:
-        """Returns the quantizer for reducing gradients over `axes`, if it saves bytes.
+        """Returns the quantizer for reducing gradients over `axes`, if it is worth it.
 
         `n` is the count of numbers in the shard that each device sums.
         """

@@ -113,9 +113,9 @@ class _ReductionQuantizer:
         """The name of the quantizer."""
         return str(self.quantizer.name)
 
-    def row_bytes(self, n: int) -> int:
-        """Returns the bytes that are sent for a row of `n` numbers."""
-        return int(self.quantizer.row_bytes(n))
+    def is_worth(self, n: float, itemsize: int) -> bool:
+        """Returns whether to use the quantizer, see `Quantizer`."""
+        return bool(self.quantizer.is_worth(n, itemsize))
 
 
 # The class is a pytree, so that a backward pass gets the key as a value.

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from manualpar.core.parameters.block_quantization import Quantization
+from manualpar.core.parameters.quantized_collectives import ReduceCode
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields
 from manualpar.models.transformer_collectives import slots_of_expert
@@ -27,7 +27,7 @@ from manualpar.strategies.shared_options import ReplicaMean
 
 Communicate = Literal["minibatch", "gather-step", "step"]
 PipelineSaves = Literal["residuals", "inputs"]
-AnyCode = Quantization | Literal[""]  # "" for no quantization.
+AnyCode = ReduceCode | Literal[""]  # "" for no quantization.
 AXES = ("replica", "stage", "data", "context", "expert", "model")
 
 
@@ -50,7 +50,7 @@ class Layout:
       replica_mean: When gradients are averaged over replicas, see `hsdp`. `"backward"` needs
         several replicas, `communicate="minibatch"` and no stages.
       gather_code: Quantization of gathered parameters; `""` for bfloat16.
-      reduce_code: Quantization of reduced gradients; `""` for float32. If there are several
+      reduce_code: Format of reduced gradients; `""` for float32. If there are several
         replicas, only the reduction between them is quantized.
     """
 

@@ -20,7 +20,7 @@ from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.parameter_info import describe_parameters, on_stages
 from manualpar.core.parameters.placement import route_parameter
-from manualpar.core.parameters.quantized_collectives import BlockQuantizer
+from manualpar.core.parameters.quantized_collectives import make_quantizer
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.placement_check import place_parameter
 from manualpar.core.trees import path_name
@@ -113,7 +113,7 @@ def parameter_forms(
         ),
     )
     gather, reduce = (
-        Format(dtype, BlockQuantizer(code) if code else None)
+        Format(dtype, make_quantizer(code))
         for dtype, code in (("bfloat16", layout.gather_code), ("float32", layout.reduce_code))
     )
     quantized_axes = replicas if reduce.quantizer and replicas else None

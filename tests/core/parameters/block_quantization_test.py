@@ -17,6 +17,7 @@ from manualpar.core.parameters.block_quantization import (
     quantize,
     quantized_block_size,
     quantized_bytes,
+    round_to_bfloat16,
     unpack_codes,
 )
 from tests.one_device import slow_unless
@@ -116,6 +117,22 @@ def test_random_rounding_is_right_on_average_and_off_by_a_scale_at_most():
     assert len(np.unique(y[:, 5])) == 2
     # Five standard deviations of the mean of 4000.
     np.testing.assert_allclose(y.mean(0), x, rtol=0, atol=5 * scale / 2 / 4000**0.5)
+
+
+def test_random_rounding_to_bfloat16_is_right_on_average():
+    x = np.random.default_rng(0).normal(size=(300,)).astype(np.float32)
+    x[:3] = np.nan, np.inf, -np.inf
+    each = jax.jit(jax.vmap(lambda key: round_to_bfloat16(x, key)))
+    y = np.asarray(each(jax.random.split(jax.random.key(0), 4000)), np.float64)
+    np.testing.assert_array_equal(y[:, :3], np.broadcast_to(x[:3], (4000, 3)))
+    x, y = x[3:], y[:, 3:]
+    unit = 2.0 ** (np.floor(np.log2(np.abs(x))) - 7)
+    assert (np.abs(y - x) < unit).all()
+    assert len(np.unique(y[:, 5])) == 2
+    error = (y.mean(0) - x) / unit
+    assert np.abs(error).max() < 5 / 2 / 4000**0.5
+    nearest = np.asarray(round_to_bfloat16(x), np.float64)
+    assert (np.abs(nearest - x) <= unit / 2).all()
 
 
 @settings(max_examples=10, deadline=None)

@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.core.parameters.block_quantization import pack_codes, unpack_codes
-from manualpar.core.parameters.quantized_collectives import BlockQuantizer
+from manualpar.core.parameters.quantized_collectives import make_quantizer
 from manualpar.inspect import trace_collectives
 from tests.one_device import slow_unless
 
@@ -18,18 +17,18 @@ MESHES = {
     "2 of 4": ({"data": 2, "model": 4}, ("data",)),
     "1 of 8": ({"data": 1, "model": 8}, ("data",)),
 }
-FAST = {("4 2", "int8", 1), ("8", "int4", 0)}
+# Code -> the largest code, or the precision of a bfloat16.
+LARGEST = {"int8": 126, "int4": 6.9, "bfloat16": 256}
+FAST = {("4 2", "int8", 1), ("8", "int4", 0), ("4 2", "bfloat16", 1)}
 CASES = [
-    slow_unless(FAST, mesh, code, dim)
-    for mesh in MESHES
-    for code in ("int8", "int4")
-    for dim in (0, 1)
+    slow_unless(FAST, mesh, code, dim) for mesh in MESHES for code in LARGEST for dim in (0, 1)
 ]
 
 
 def decoded(x, code):
     """What the codes of an array say that is sent as one row."""
-    return np.asarray(unpack_codes(pack_codes(jnp.ravel(x), code), x.size, code)).reshape(x.shape)
+    quantizer = make_quantizer(code)
+    return np.asarray(quantizer.unpack(quantizer.pack(jnp.ravel(x)), x.size)).reshape(x.shape)
 
 
 def on_mesh(devices, shape, axes, function, *, out_specs):
@@ -47,7 +46,7 @@ def test_all_devices_gather_what_the_codes_of_the_shards_say(devices8, mesh, cod
     x = np.random.default_rng(0).normal(size=(size, 6, 40, 3)).astype(np.float32)
 
     def on_device(x):
-        return BlockQuantizer(code).gather(x[0], dim, rounds)[None]
+        return make_quantizer(code).gather(x[0], dim, rounds)[None]
 
     copies = on_mesh(devices8, shape, axes, on_device, out_specs=P(axes))(x)
     expected = np.concatenate([decoded(each, code) for each in x], dim)
@@ -65,7 +64,7 @@ def test_each_device_has_its_shard_of_the_sum_of_codes(devices8, mesh, code, dim
     x = np.random.default_rng(0).normal(size=(size, *sizes)).astype(np.float32)
 
     def on_device(x):
-        total, lost = BlockQuantizer(code).scatter_sum(x[0], dim, axes)
+        total, lost = make_quantizer(code).scatter_sum(x[0], dim, axes)
         return total[None], lost[None]
 
     run = on_mesh(devices8, shape, axes, on_device, out_specs=(P(axes), P(axes)))
@@ -76,7 +75,7 @@ def test_each_device_has_its_shard_of_the_sum_of_codes(devices8, mesh, code, dim
     left_out = np.stack([np.concatenate(list(each), dim) for each in parts - sent])
     np.testing.assert_allclose(lost, left_out, rtol=1e-5, atol=1e-6)
     kind = [(c.kind, c.dtype) for c in trace_collectives(run.trace(x))]
-    assert kind == [("all_to_all", jnp.uint8)]
+    assert kind == [("all_to_all", jnp.bfloat16 if code == "bfloat16" else jnp.uint8)]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_each_device_has_its_shard_of_the_sum_of_codes(devices8, mesh, code, dim
     [
         slow_unless({("4 2", "int8", 37)}, mesh, code, size)
         for mesh in MESHES
-        for code in ("int8", "int4")
+        for code in LARGEST
         for size in (37, 1, 520)
     ],
 )
@@ -94,12 +93,12 @@ def test_a_mean_is_the_same_everywhere_and_what_is_lost_makes_up_for_it(devices8
     x = np.random.default_rng(0).normal(size=(devices, size)).astype(np.float32)
 
     def on_device(x):
-        mean, lost = BlockQuantizer(code).mean(x[0], axes)
+        mean, lost = make_quantizer(code).mean(x[0], axes)
         return mean, lost[None]  # By its type the mean is the same on all devices.
 
     mean, lost = on_mesh(devices8, shape, axes, on_device, out_specs=(P(), P(axes)))(x)
     np.testing.assert_allclose(mean + lost.mean(0), x.mean(0), rtol=1e-5, atol=1e-6)
-    assert np.abs(mean - x.mean(0)).max() <= np.abs(x).max() / {"int8": 126, "int4": 6.9}[code]
+    assert np.abs(mean - x.mean(0)).max() <= np.abs(x).max() / LARGEST[code]
     copies = [np.asarray(shard.data) for shard in mean.addressable_shards]
     for copy in copies:
         np.testing.assert_array_equal(copy, copies[0])
@@ -113,7 +112,7 @@ def test_with_what_was_lost_added_the_next_time_many_means_are_right_on_average(
     def on_device(x):
         def send(carry, _):
             lost, total = carry
-            mean, new = BlockQuantizer("int4").mean(x[0] + lost, ("data",))
+            mean, new = make_quantizer("int4").mean(x[0] + lost, ("data",))
             return (new if feedback else lost, total + mean), None
 
         zero = jnp.zeros_like(x[0])
