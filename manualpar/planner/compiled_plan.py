@@ -148,9 +148,7 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
         step.text,
         facts["mesh"],
         clock=chip.clock,
-        wire=wire_by_links(topology, facts["places"], wire_seconds)
-        if by_links
-        else on_all_links(wire_seconds),
+        wire=wire_by_links(topology, facts["places"], wire_seconds, apart=by_links),
         kernel_seconds=kernel_clock((Kernel(*x) for x in facts["kernels"]), chip),
         between_slices=between_slices,
     )

@@ -11,6 +11,7 @@ from manualpar.planner.topology import Topology, parse_topology
 
 BYTES = 32  # Of what everybody sends, eight numbers.
 LINE = [(0, x, 0) for x in range(4)]
+OPCODES = {"permute": "collective-permute", "gather": "all-gather", "exchange": "all-to-all"}
 SQUARE = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
 
 
@@ -27,20 +28,22 @@ def follow(
     *,
     topology: str = "v5e:4x4",
     mesh: dict[str, int] | None = None,
+    apart: bool = True,
     **network: Any,
 ) -> Timeline:
     """Begins collectives at once and waits for them at the end; a line has the devices of one.
 
-    It is `permute {0,1},{1,2}`, pairs, or `gather {0,1},{2,3}`, groups; a gather takes 100 seconds.
+    It is `permute {0,1},{1,2}`, pairs, or `gather {0,1},{2,3}` or `exchange {0,1},{2,3}`, groups; a
+    gather takes 100 seconds.
     """
     written = ["%x = f32[8] parameter(0)"]
     for i, line in enumerate(lines):
         kind, _, devices = line.partition(" ")
-        opcode = "collective-permute" if kind == "permute" else "all-gather"
+        opcode = OPCODES[kind]
         name = "source_target_pairs" if kind == "permute" else "replica_groups"
         joined = f"channel_id={i + 1}, {name}={{{devices}}}, metadata={{}}"
         written.append(f"%s{i} = f32[8] {opcode}-start(%x), {joined}")
-    opcodes = ["collective-permute" if x.startswith("p") else "all-gather" for x in lines]
+    opcodes = [OPCODES[line.partition(" ")[0]] for line in lines]
     written += [f"%d{i} = f32[8] {opcode}-done(%s{i})" for i, opcode in enumerate(opcodes)]
     text = (
         f"HloModule m, is_scheduled=true, num_partitions={len(places)}\n\nENTRY %main (x: f32[8]) "
@@ -51,7 +54,7 @@ def follow(
         text,
         mesh or {"data": len(places)},
         clock=1.0,
-        wire=wire_by_links(topology_of(topology, **network), places, wire_seconds),
+        wire=wire_by_links(topology_of(topology, **network), places, wire_seconds, apart=apart),
     )
 
 
@@ -122,6 +125,27 @@ def test_others_occupy_the_dimensions_in_which_their_devices_lie(
     lines: list[str], seconds: int
 ) -> None:
     assert follow(lines, SQUARE).step_seconds == seconds
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(
+    ("groups", "places", "seconds"),
+    [
+        ("{0,1,2,3}", LINE, 1),  # Both devices on the left send a quarter to both on the right.
+        ("{0,1,2,3}", SQUARE, 0.5),  # Of four pairs that cross, two go over each link.
+        ("{0,1},{2,3}", LINE, 0.5),
+        ("{0,2},{1,3}", LINE, 1),  # Both groups cross the middle.
+    ],
+)
+def test_an_all_to_all_is_all_pairs_at_once(
+    groups: str, places: list[tuple[int, ...]], seconds: float, apart: bool
+) -> None:
+    found = follow([f"exchange {groups}"], places, apart=apart)
+    assert found.step_seconds == found.exposed_seconds == seconds * BYTES
+
+
+def test_one_collective_at_a_time_uses_all_links() -> None:
+    assert follow(["permute {0,1}", "permute {1,0}"], LINE, apart=False).step_seconds == 200
 
 
 def test_what_crosses_slices_occupies_all_links() -> None:
