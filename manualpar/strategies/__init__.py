@@ -28,7 +28,7 @@ _REPLICATED = REPLICATED_SHARDING_FIELDS
 # The colours are Paul Tol's muted ones. In pictures they stand for strategies only.
 FSDP = StrategyKind("fsdp", fsdp.fsdp, "#332288", _PARAMETERS, on_torus=True, has_curve=True)
 BUILT_IN = (
-    StrategyKind("dp", data_parallel.data_parallel, "#88CCEE", has_curve=True),
+    StrategyKind("dp", data_parallel.data_parallel, "#88CCEE", averages=True, has_curve=True),
     StrategyKind("zero1", zero.zero, "#117733", _STATE, {"stage": 1}),
     StrategyKind("zero2", zero.zero, "#DDCC77", _STATE, {"stage": 2}, fewest_minibatches=2),
     FSDP,

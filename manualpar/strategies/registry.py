@@ -35,6 +35,7 @@ class StrategyKind:
       constants: The builder's options that a config does not set, by name, with their values.
       replicates: Whether the strategy replicates over the mesh axis `replica` and shards over the
         batch's other axes. The config's mesh must then have this axis.
+      averages: Whether every gradient is averaged by an all-reduce.
       fewest_minibatches: The fewest minibatches with which a plan tries the strategy. With fewer
         minibatches the strategy equals another strategy.
       on_torus: Whether a plan also tries the option `axis_by_axis` on a TPU's torus.
@@ -49,6 +50,7 @@ class StrategyKind:
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replicates: bool = False
+    averages: bool = False
     fewest_minibatches: int = 1
     on_torus: bool = False
     has_curve: bool = False

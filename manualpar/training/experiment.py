@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from manualpar.core.mesh.axes import axes_size
 from manualpar.core.mesh.compiler_options import ChosenOptions, choose_options, keep_if_known
 from manualpar.core.mesh.mesh import AnyDevices, mesh_of
+from manualpar.core.mesh.mesh_order import count_hosts
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.program.parameter_average import params_ema
 from manualpar.core.program.program import Program
@@ -293,7 +294,9 @@ def _choose_options(
     rings = sizes if parallel.axis_by_axis else [math.prod(sizes)]
     others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in axes]
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
-    chosen = choose_options(device.device_kind, rings, others, overlap=parallel.overlap)
+    averages = strategy_kinds()[parallel.strategy].averages and count_hosts(mesh) > 1
+    how: Any = {"overlap": parallel.overlap, "averages": averages}
+    chosen = choose_options(device.device_kind, rings, others, **how)
     return keep_if_known(chosen, device)
 
 

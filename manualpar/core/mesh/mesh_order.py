@@ -122,6 +122,11 @@ def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
     return across
 
 
+def count_hosts(mesh: Mesh) -> int:
+    """Counts the hosts, or the slices, of a mesh's devices."""
+    return len(set(_hosts(list(mesh.devices.flat))))
+
+
 def describe_links(mesh: Mesh) -> str:
     """Describes, in one line, the links along each axis of a mesh; "" for one host without TPUs.
 

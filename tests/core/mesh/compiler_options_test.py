@@ -12,6 +12,8 @@ from manualpar.core.mesh.compiler_options import (
     choose_options,
     keep_if_known,
 )
+from manualpar.core.mesh.mesh import make_mesh
+from manualpar.core.mesh.mesh_order import count_hosts
 from manualpar.planner import gpu_compiler, tpu_compiler
 from manualpar.planner.compiler_worker import installed
 from manualpar.planner.gpu_compiler import GPU
@@ -95,7 +97,7 @@ def test_split_layers_take_the_options_where_they_pay():
         ([128], [], True),
         ([8], ["replica"], True),
         ([129], [], False),
-        ([2], ["model"], False),
+        ([2], ["model"], True),
         ([2], ["context"], True),
         ([2], ["stage"], True),
         ([4, 2], [], False),
@@ -108,11 +110,20 @@ def test_gpus_get_the_scheduler_and_over_one_axis_also_pipelined_gathers(
     chosen = choose_options(device_kind, rings, others)
     assert chosen.options[SCHEDULER] is True
     assert (PIPELINED in chosen.options) == is_pipelined
-    # Thresholds alone make a step slower than no options.
-    assert any(name.endswith(COMBINED) for name in chosen.options) == is_pipelined
+    # Thresholds alone make a step slower than no options, and those of split layers too.
+    is_combined = any(name.endswith(COMBINED) for name in chosen.options)
+    assert is_combined == (is_pipelined and "model" not in others)
     assert device_kind in chosen.why
     none = choose_options(device_kind, rings, others, overlap="none")
     assert none == ChosenOptions(why="overlap is 'none'")
+
+
+def test_means_over_several_hosts_are_not_delayed(devices8):
+    several = choose_options(H100, [32], averages=True)
+    assert several.options == {SCHEDULER: True}
+    assert PIPELINED in choose_options(H100, [8]).options
+    assert choose_options(V5E, [8], averages=True) == choose_options(V5E, [8])
+    assert count_hosts(make_mesh({"data": -1}, devices8)) == 1
 
 
 def test_every_choice_is_of_chips_that_plans_know():
