@@ -17,7 +17,7 @@ inside a Pallas kernel and callbacks on the host name no axis, so this module do
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
@@ -33,6 +33,7 @@ Value = TypeVar("Value")
 Amount = TypeVar("Amount", int, float, Fraction)
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
+RAGGED = "ragged_all_to_all"
 # JAX primitive -> kind. JAX has several primitives for one kind, because they have different types
 # under check_vma=True. For example, a psum of values that vary over the axis is psum_invariant.
 KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
@@ -49,6 +50,7 @@ KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
     "pmax": "all_reduce",
     "pmin": "all_reduce",
     "all_to_all": "all_to_all",
+    RAGGED: "all_to_all",
     "ppermute": "permute",
 }
 
@@ -289,7 +291,7 @@ class CollectiveReader(EquationReader[Collective]):
                 scope=around.scope,
                 **self.names,
             )
-            for x in eqn.invars
+            for x in _sent_operands(eqn)
         )
 
 
@@ -323,6 +325,18 @@ def read_stage(
         which = "the one that sends the most" if stage is None else "as requested"
         reader.notes.append(f"the numbers are of stage {reader.stage} of {num_stages}, {which}")
     return reader, found
+
+
+def _sent_operands(eqn: Any) -> Sequence[Any]:
+    """Returns the operands of a collective that are sent.
+
+    A ragged all-to-all also has a buffer for the result, and the starts and numbers of rows. Either
+    the rows or the buffer has room for the most rows that could arrive, and the other one has the
+    rows of a device. On average as many of them stay on the device as in an all-to-all.
+    """
+    if eqn.primitive.name != RAGGED:
+        return eqn.invars
+    return [min(eqn.invars[:2], key=lambda x: math.prod(x.aval.shape))]
 
 
 def _named_axes(eqn: Any) -> list[str]:

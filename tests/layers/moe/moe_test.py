@@ -315,6 +315,17 @@ def test_what_a_layer_sends(devices8):
     assert counts == {"all_gather": 3, "reduce_scatter": 2}  # The tokens' two ways; the logits.
 
 
+def test_what_a_layer_sends_by_ragged_all_to_alls(devices8, monkeypatch):
+    del devices8
+    monkeypatch.setattr(expert_exchange, "has_ragged_all_to_all", lambda: True)
+    sent = _sent(moe(capacity_factor=None, top_k=2), EXPERT_SCOPE)
+    # Of one sequence 2 choices of each token travel, of which 3/4 leave the device.
+    rows = [c.bytes_sent for c in sent if c.kind == "all_to_all" and c.dtype == jnp.float32]
+    assert rows == [S * 2 * D * 4 * 3 // 4] * 4
+    others = {(c.kind, str(c.dtype)) for c in sent} - {("all_to_all", "float32")}
+    assert others == {("all_gather", "int32"), ("all_to_all", "int32")}  # The numbers of rows.
+
+
 def _emulated_ragged_all_to_all(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
