@@ -14,6 +14,8 @@ limit of time, so that no type takes the others down. The command exits with 1 i
 """
 
 import argparse
+import concurrent.futures
+import functools
 import importlib
 import json
 import multiprocessing
@@ -258,16 +260,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("types", nargs="*", help="types of models; all if none is given")
     parser.add_argument("--families", action="store_true", help="only the types that we read")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the limit for a type")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="types at a time")
     given = parser.parse_args(arguments)
     names = given.types or causal_lm_types()
     if given.families:
         names = [name for name in names if name in FAMILIES or name in WRAPPERS]
     counts: dict[str, int] = {}
     print(f"{'type':28} {'verdict':9} reason")
-    for name in names:
-        verdict, reason = judge_apart(name, given.seconds)
-        counts[verdict] = counts.get(verdict, 0) + 1
-        print(f"{name:28} {verdict:9} {' '.join(reason.split())[:160]}", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+        verdicts = pool.map(functools.partial(judge_apart, seconds=given.seconds), names)
+        for name, (verdict, reason) in zip(names, verdicts, strict=True):
+            counts[verdict] = counts.get(verdict, 0) + 1
+            print(f"{name:28} {verdict:9} {' '.join(reason.split())[:160]}", flush=True)
     print(", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())))
     return 1 if counts.get("wrong") else 0
 

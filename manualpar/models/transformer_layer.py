@@ -29,6 +29,7 @@ from manualpar.layers.attention.key_value_cache import (
     attend_to_kept,
     keep_prompts,
 )
+from manualpar.layers.boundaries import platform_traced_for
 from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.layers.ring_chunks import Chunks
 from manualpar.layers.wide_norm import mean_square_of_heads
@@ -58,7 +59,7 @@ class Layer(nn.Module):
         angles nothing is rotated. With `rows`, keys and values are kept in collections, see
         `Transformer`.
         """
-        config = self.config
+        config, x_BSD = self.config, _behind_barrier(x_BSD)
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
         scale, norm = config.scales.residual, config.norm
 
@@ -274,6 +275,17 @@ def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
     """
     y_BSD: jax.Array = _norm(name, "embed", config)(x_BSD)
     return y_BSD
+
+
+def _behind_barrier(x_BSD: jax.Array) -> jax.Array:
+    """Keeps XLA's TPU compiler from fusing a layer's input with what comes before, in mode manual.
+
+    By the planner's estimates of compiled steps this saves 5% on `v5p:2x2x4` and 2% on `v5e:4x4`
+    (32 layers of 4,096), and changes nothing on `v6e:4x4`. In mode `auto` steps would be slower.
+    """
+    if platform_traced_for() == "tpu" and jax.sharding.get_abstract_mesh().manual_axes:
+        x_BSD = jax.lax.optimization_barrier(x_BSD)
+    return x_BSD
 
 
 def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:

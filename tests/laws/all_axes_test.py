@@ -9,6 +9,7 @@ from manualpar import (
     assert_same_as_one_device,
     zero,
 )
+from manualpar.models import transformer_layer
 from tests.laws.all_axes import BATCH, build
 from tests.models.transformer_families import GEMMA, QWEN
 
@@ -27,6 +28,25 @@ from tests.models.transformer_families import GEMMA, QWEN
 )
 def test_three_kinds_of_axes_are_as_one_device(devices8, sizes, fields):
     program = build(sizes, devices=devices8, fields=fields)
+    assert_same_as_one_device(program, BATCH, jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 4, "model": 2},
+        {"data": 2, "model": 2, "context": 2},
+        {"expert": 2, "context": 2, "stage": 2},
+    ],
+    ids=str,
+)
+def test_layers_behind_a_barrier_are_as_one_device(devices8, monkeypatch, sizes):
+    """As TPUs trace them, on CPUs."""
+    monkeypatch.setattr(transformer_layer, "platform_traced_for", lambda: "tpu")
+    program = build(sizes, devices=devices8, fields={"num_layers": 2})
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    assert "optimization_barrier" in str(traced.jaxpr)
     assert_same_as_one_device(program, BATCH, jax.random.key(0))
 
 
