@@ -11,7 +11,10 @@ from tests.paths import ROOT
 
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if read_blocks(page.read_text()))
 
-LONG = ("tune_a_model", "all_axes", "experts", "plan_a_pod", "long_context")
+LONG = (
+    *("tune_a_model", "all_axes", "experts", "plan_a_pod", "long_context", "your_own_model"),
+    *("fine_tuning", "own_run"),
+)
 
 
 def _pages():

@@ -123,6 +123,7 @@ print(manualpar.__file__)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_package_alone_trains_a_step_and_names_the_extra_for_more(wheel: Path, tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=True)

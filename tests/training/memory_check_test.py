@@ -29,7 +29,7 @@ def _experiment(module=fsdp, **fields):
     [
         # The batch would fit. The scores of attention, the square of the length, would not.
         (2**20, r"data\.sequence_length is 1048576.* a vocabulary of 257 tokens.*activations"),
-        pytest.param(10**9, r"the batches that are read ahead take", marks=pytest.mark.slow),
+        pytest.param(10**9, r"the batches that are read ahead take", marks=pytest.mark.long),
     ],
 )
 def test_a_sequence_that_cannot_fit_is_refused_and_not_read(length, message):
