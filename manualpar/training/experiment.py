@@ -12,7 +12,12 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import axes_size
-from manualpar.core.mesh.compiler_options import ChosenOptions, choose_options, keep_if_known
+from manualpar.core.mesh.compiler_options import (
+    SEQUENCE,
+    ChosenOptions,
+    choose_options,
+    keep_if_known,
+)
 from manualpar.core.mesh.mesh import AnyDevices, mesh_of
 from manualpar.core.mesh.mesh_order import count_hosts
 from manualpar.core.model.options import PROGRAM_OPTIONS
@@ -293,6 +298,7 @@ def _choose_options(
     sizes = [mesh.shape[axis] for axis in axes]
     rings = sizes if parallel.axis_by_axis else [math.prod(sizes)]
     others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in axes]
+    others += [SEQUENCE] * (parallel.sequence and SPLIT_AXIS in others)
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     averages = strategy_kinds()[parallel.strategy].averages and count_hosts(mesh) > 1
     how: Any = {"overlap": parallel.overlap, "averages": averages}

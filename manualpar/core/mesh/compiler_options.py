@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 Overlap = Literal["auto", "none"]
+SEQUENCE = "sequence"
 OVERLAPS: tuple[Overlap, ...] = ("auto", "none")
 
 _WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
@@ -52,8 +53,8 @@ class Choice:
       most: The size of the largest ring for which the options make a step faster.
       options: The options, as `jax.jit` takes them.
       measured: Estimated step times without and with the options, by topology.
-      beside: The other mesh axes that may have more than one device, in addition to the axis of the
-        ring; `None` for any other axes and any number of rings.
+      beside: What may be divided in addition to the axis of the ring, see `others` in
+        `choose_options`; `None` for anything else, and for any number of rings.
       averages: Whether the options are only for means over several hosts, see `choose_options`.
     """
 
@@ -107,7 +108,7 @@ CHOICES: tuple[Choice, ...] = (
         "fused gathers, which libtpu 0.0.52 refuses, in place of offloaded ones: v5p:2x2x4 38.8, "
         "v5p:2x4x4 55.5 to 38.6, v5p:4x4x8 58.0 to 35.2, v5p:2x2x4 with layers split over 4 70.5 "
         "to 63.3",
-        beside=("model",),
+        beside=("model", SEQUENCE),
     ),
     Choice(
         "TPU v6 lite|TPU v6e",
@@ -125,7 +126,7 @@ CHOICES: tuple[Choice, ...] = (
         "v6e:4x4: 35.3 ms, 42.8 with scatters as all-reduces; data parallelism 77.2 to 69.0, by "
         "the all-reduces in this list; v6e:4x8: 47.9 to 35.6; v6e:16x16: 44.5 to 28.4; v6e:4x4 "
         "with layers split over 4: 68.8 to 60.8",
-        beside=("model",),
+        beside=("model", SEQUENCE),
     ),
     Choice(
         _GPUS,
@@ -155,8 +156,9 @@ CHOICES: tuple[Choice, ...] = (
         128,
         {_SCHEDULER: True, **_PIPELINED},
         "the planner's model, with the scheduler alone, with thresholds too, and with these: "
-        "h100:8 with layers split over 4 26.7, 26.9 and 26.3 ms, with sequences split too 28.4, "
-        "27.2 and 26.5; h100:4x8 split over 4 33.2 and 32.8, h100:16x8 37.4 and 36.3",
+        "h100:8 with layers split over 4 26.7, 26.9 and 26.3 ms; h100:4x8 33.2 and, with these, "
+        "32.8; h100:16x8 37.4 and 36.3. With positions split too 28.4 and 26.5, but the "
+        "temporaries are 1.2 to 1.7 times as large, so these have the scheduler alone",
         beside=("model",),
     ),
     Choice(
@@ -199,7 +201,8 @@ def choose_options(
     Args:
       device_kind: `jax.Device.device_kind`, such as `TPU v5 lite` or `NVIDIA H100 80GB HBM3`.
       rings: The number of devices in each ring. Gradients are reduced over one ring after another.
-      others: The names of the mesh's other axes with more than one device.
+      others: The names of the mesh's other axes with more than one device, and `SEQUENCE` if the
+        positions of activations are split over one of them, between split layers.
       overlap: `"auto"` for the options in `CHOICES`, `"none"` for the compiler's default options.
       averages: Whether gradients are averaged by all-reduces over several hosts, as data
         parallelism does. If XLA delays the all-reduces of a layer into the next iteration of a

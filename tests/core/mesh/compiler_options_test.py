@@ -72,6 +72,7 @@ def test_split_layers_take_the_options_where_they_pay():
         chosen = choose_options(kind, [4], ["model"])
         assert chosen.options == choose_options(kind, [4]).options
         assert chosen.why == f"{kind}, gradients over 4 devices and also model"
+        assert chosen.options == choose_options(kind, [4], ["model", "sequence"]).options
         assert not choose_options(kind, [4], ["replica", "model"]).options
         assert not choose_options(kind, [4, 4], ["model"]).options
     assert not choose_options(V5E, [4], ["model"]).options
@@ -98,6 +99,7 @@ def test_split_layers_take_the_options_where_they_pay():
         ([8], ["replica"], True),
         ([129], [], False),
         ([2], ["model"], True),
+        ([2], ["model", "sequence"], False),
         ([2], ["context"], True),
         ([2], ["stage"], True),
         ([4, 2], [], False),

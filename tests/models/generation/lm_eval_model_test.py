@@ -17,7 +17,13 @@ ANSWERS = {"free": [], "stopped": ["a", "yes"], "stopped by several tokens": ["b
 WORDS = ["<s>", "</s>", "a", "b", "c", "d", "e", " ", ".", "ab", "cd", "de", "?", "yes", "no"]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["BOS before a prompt", "none"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="BOS before a prompt"),
+        pytest.param(False, id="none", marks=pytest.mark.long),
+    ],
+)
 def directory(request, tmp_path_factory):
     """A small Llama of transformers with random weights and a tokenizer."""
     interop = "pip install -e '.[interop]'"
