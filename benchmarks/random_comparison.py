@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.random_reference import Answer, perturb
 
-LARGEST_CODE = {"int8": 127, "int4": 7}
+LARGEST_CODE = {"int8": 127, "int4": 7, "bfloat16": 256}
 Arrays = Mapping[str, np.ndarray]
 
 

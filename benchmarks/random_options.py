@@ -172,7 +172,7 @@ def _draw_wire(r: random.Random, row: Row) -> None:
     if r.random() < 0.12:
         options["gather_code"] = "int8"
     if r.random() < 0.2:
-        options["reduce_code"] = r.choice(("int8", "int4"))
+        options["reduce_code"] = r.choice(("int8", "int4", "bfloat16"))
         once = "pipeline" not in row and row["strategy"] in ("data_parallel", "zero1", "hsdp")
         once |= "pipeline" not in row and options.get("communicate_every") == "step"
         options["error_feedback"] = once and row["strategy"] != "diloco" and r.random() < 0.6
