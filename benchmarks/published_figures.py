@@ -31,7 +31,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from manualpar.models import Transformer
+from manualpar.models import Context, Transformer
 from manualpar.models.flat_fields import nest_fields
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.closed_form.layout import Layout
@@ -146,7 +146,9 @@ class PublishedFigure:
     def transformer(self) -> Transformer:
         """The model, unsharded."""
         shape: dict[str, Any] = {**SHAPES[self.model]}
-        return Transformer(**nest_fields(shape), dtype="bfloat16", scan_layers=True)
+        # Their split sequences attend in a ring, or gather keys and values.
+        ring = Context(how="ring")
+        return Transformer(**nest_fields(shape), dtype="bfloat16", scan_layers=True, context=ring)
 
     @functools.cached_property
     def devices(self) -> Topology:

@@ -298,7 +298,8 @@ def _choose_options(
     sizes = [mesh.shape[axis] for axis in axes]
     rings = sizes if parallel.axis_by_axis else [math.prod(sizes)]
     others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in axes]
-    others += [SEQUENCE] * (parallel.sequence and SPLIT_AXIS in others)
+    if parallel.get("sequence") and SPLIT_AXIS in others:
+        others.append(SEQUENCE)
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     averages = strategy_kinds()[parallel.strategy].averages and count_hosts(mesh) > 1
     how: Any = {"overlap": parallel.overlap, "averages": averages}

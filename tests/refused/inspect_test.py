@@ -100,11 +100,6 @@ def solve(b):
     return jax.lax.custom_linear_solve(apply, b, lambda f, b: f(b), symmetric=True)
 
 
-def ragged(x):
-    sizes = [jnp.ones(4, jnp.int32)] * 4
-    return jax.lax.ragged_all_to_all(x, x, *sizes, axis_name="data")
-
-
 gossip = Primitive("gossip")
 gossip.def_abstract_eval(lambda x, **_: x)
 
@@ -209,7 +204,6 @@ REFUSED = [
                 {"axis_names": frozenset(BOTH)},
             )
         ),
-        (ragged, r"contains ragged_all_to_all over \['data'\]"),
         (lambda x: jax.lax.pbroadcast(x, ("model",), 0), r"contains pbroadcast over \['model'\]"),
     ),
     *rows(

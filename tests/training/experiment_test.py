@@ -276,14 +276,28 @@ def test_compiler_options_are_those_for_the_devices_and_the_axes(
         experiment, "choose_options", lambda *of, **by: given.append((of, by)) or chosen
     )
     monkeypatch.setattr(experiment, "keep_if_known", lambda options, device: options)
+    monkeypatch.setattr(experiment, "count_hosts", lambda mesh: 2)
     _replace_builder(monkeypatch, strategy, lambda *_, **options: options["compiler_options"])
     config = _small(fsdp.get_config(), strategy=strategy, overlap="none", mesh=mesh, **parallel)
     task = make_task(config)
     assert build_experiment(config, task, _schedule) == chosen.options
-    assert given == [(("cpu", rings, others), {"overlap": "none"})]
+    averages = strategy == "dp"
+    assert given == [(("cpu", rings, others), {"overlap": "none", "averages": averages})]
     assert (
         build_experiment(config, task, _schedule, devices=8) == {}
     )  # There is no compiler to ask.
+
+
+def test_options_are_chosen_for_positions_that_are_split(devices8, monkeypatch):
+    given = []
+    chosen = ChosenOptions({}, "")
+    monkeypatch.setattr(
+        experiment, "choose_options", lambda *of, **by: given.append((of, by)) or chosen
+    )
+    config = _small(tp_lm.get_config(), mesh={"data": 4, "model": 2}, sequence=True)
+    config.model.update(num_heads=4, num_kv_heads=2)
+    prepare(config)
+    assert given == [(("cpu", [4], ["model", "sequence"]), {"overlap": "auto", "averages": False})]
 
 
 def test_an_experiment_says_what_was_chosen(devices8, monkeypatch):
