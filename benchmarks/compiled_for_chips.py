@@ -23,7 +23,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from benchmarks.results import note_conditions, write_results
-from manualpar.core.mesh.compiler_options import CHOICES, Overlap
+from manualpar.core.mesh.compiler_options import Overlap, choose_options
 from manualpar.planner.gpu_compiler import compile_for_gpu
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.plan import StepEstimate
@@ -148,11 +147,7 @@ PROGRAMS: Mapping[str, Variant] = {
     "auto-unconstrained": Variant("auto-unconstrained"),
 }
 # The options that `overlap="auto"` has for a single axis of GPUs.
-ALL_OPTIONS = next(
-    choice.options
-    for choice in CHOICES
-    if re.fullmatch(choice.device_kind, chip_named("h100").device_kind)
-)
+ALL_OPTIONS = choose_options(chip_named("h100").device_kind, [8]).options
 COMPARED = ("auto", "manual", "manual, no options")
 
 

@@ -2,7 +2,16 @@ import dataclasses
 
 import pytest
 
-from benchmarks.compiled_for_chips import HEADER, LAYOUTS, PROGRAMS, Row, Shape, grown, make_config
+from benchmarks.compiled_for_chips import (
+    ALL_OPTIONS,
+    HEADER,
+    LAYOUTS,
+    PROGRAMS,
+    Row,
+    Shape,
+    grown,
+    make_config,
+)
 from manualpar.planner.plan import PlannedCollective, StepEstimate
 from manualpar.planner.vocabulary import prepare_planned
 
@@ -91,6 +100,11 @@ def test_what_an_earlier_run_did_not_know_has_not_grown() -> None:
         ]
     }
     assert not grown([ROW], before)
+
+
+def test_mode_auto_is_given_the_options_of_one_host() -> None:
+    names = " ".join(ALL_OPTIONS)
+    assert all(word in names for word in ("pipelined_all_gather", "double_buffering", "threshold"))
 
 
 def test_what_no_longer_compiles_has_grown() -> None:

@@ -133,7 +133,7 @@ CHOICES: tuple[Choice, ...] = (
         128,
         {_SCHEDULER: True},
         "the planner's model, with the next set and with this: h100:4x8 with data parallelism 33.2 "
-        "to 32.5 ms; h100:16x8 35.9 to 35.6; h100:8, one host, 30.8 to 31.4",
+        "to 32.4 ms; h100:16x8 35.9 to 35.6; h100:8, one host, 30.8 to 31.4",
         averages=True,
     ),
     Choice(
