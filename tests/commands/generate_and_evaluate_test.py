@@ -138,6 +138,7 @@ def start_both(processes, name, flags):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_say_what_one_says_and_the_first_prints_it(
     workdir, tmp_path, processes, capsys
 ):

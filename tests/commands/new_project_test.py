@@ -28,6 +28,7 @@ def test_a_project_is_written_once_and_nothing_is_overwritten(tmp_path: Path, ca
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_project_trains_and_resumes_and_passes_its_test(tmp_path: Path):
     folder = tmp_path / "my_project"
     assert main(["manualpar", "new", str(folder)]) == 0

@@ -46,7 +46,9 @@ def _inside(tmp_path, monkeypatch, devices8):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp", "zero", "hsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["zero", *(pytest.param(x, marks=pytest.mark.long) for x in ("dp", "fsdp", "hsdp"))]
+)
 @pytest.mark.optimized
 @pytest.mark.slow
 def test_the_default_configs_learn_the_digits(strategy, capsys):

@@ -185,6 +185,7 @@ def test_no_secret_is_written_or_said_anywhere(
         assert "hush" not in str(refused.value)
 
 
+@pytest.mark.long
 def test_a_server_that_fails_for_a_while_is_waited_for(
     in_bucket, s3_port, use_s3, tmp_path, undisturbed, monkeypatch
 ):

@@ -159,6 +159,7 @@ def test_a_model_that_changes_while_it_is_loaded_is_never_half_of_each(
 
 
 @server
+@pytest.mark.long
 def test_an_export_that_is_cut_off_anywhere_is_no_model_and_goes_with_the_next(
     theirs, bucket_folder, tmp_path, s3_port, use_s3, monkeypatch, devices8
 ):

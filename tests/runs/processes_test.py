@@ -127,7 +127,9 @@ STRATEGIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.long) for name in ("dp", "hsdp"))]
+)
 def test_several_processes_are_as_one(strategy, processes, tmp_path):
     more = [*EXACT, *STRATEGIES[strategy]]
     assert run_here(tmp_path / "one", *more) == 0
@@ -169,8 +171,12 @@ def test_two_go_on_from_four_and_four_from_two(processes, tmp_path, undisturbed)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "victim", "then"),
-    [(signal.SIGKILL, 1, 1), (signal.SIGKILL, 0, 4), (signal.SIGSTOP, 1, 2), (None, 1, 4)],
-    ids=["killed", "0 is killed", "stopped", "an exception"],
+    [
+        pytest.param(signal.SIGKILL, 1, 1, id="killed"),
+        pytest.param(signal.SIGKILL, 0, 4, id="0 is killed"),
+        pytest.param(signal.SIGSTOP, 1, 2, id="stopped"),
+        pytest.param(None, 1, 4, id="an exception", marks=pytest.mark.long),
+    ],
 )
 def test_a_process_that_is_lost_ends_the_others_and_a_restart_goes_on(
     number, victim, then, processes, tmp_path, undisturbed, capsys

@@ -194,7 +194,13 @@ MESHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *list(MESHES)[:-1],
+        pytest.param("pipeline of minibatches", marks=pytest.mark.long),
+    ],
+)
 def test_every_leaf_is_that_of_the_uninterrupted_run(name, tmp_path, devices8):
     values, mesh, (most, some, few) = MESHES[name]
     text = None

@@ -342,6 +342,7 @@ done = here._fit(data, sys.argv[1], hooks=[here.Patience(9)], **config)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_with_streams_report_what_one_process_reports(tmp_path: Path, devices8):
     config = {"schedule__name": "constant_schedule", "training__num_steps": 12}
     data = {"train": Batches(), "eval": Batches()}

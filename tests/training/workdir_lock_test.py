@@ -146,6 +146,7 @@ def test_what_is_no_lock_file_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_in_one_workdir(tmp_path, processes):
     workdir = tmp_path / "run"
     first = start(processes, workdir, slow=20, seconds=2)

@@ -47,13 +47,14 @@ def works(
         config.model.num_experts = fields["num_experts"] = experts
     task = make_task(config)
     task = dataclasses.replace(task, model=with_fields(task.model, **fields))
-    experiment = prepare(config, devices=layout.num_devices, task=task)
+    topology = parse_topology(f"h100:{layout.num_devices}")
+    experiment = prepare(config, devices=topology.abstract_devices, task=task)
     throughput = throughput_of(config, experiment.task)
     traced = read_work(experiment.program, throughput, fused_attention=True)
     assert isinstance(task.model, Transformer)
     estimator = LayoutEstimator(
         task.model,
-        parse_topology(f"h100:{layout.num_devices}"),
+        topology,
         examples=config.data.batch_size,
         positions=config.data.sequence_length,
         min_weight_size=config.parallel.min_weight_size,
