@@ -125,10 +125,11 @@ class LayoutCollectives:
     def _together(self) -> bool:
         """Whether all stages run a chunk in each tick in which one stage has to run a chunk.
 
-        This is so with context parallelism, because attention sends keys and values around a ring,
-        and all devices must take part.
+        This is so if attention sends keys and values around a ring, in which all devices must take
+        part.
         """
-        return bool(self.model.context.axis)
+        context = self.model.context
+        return context.axis is not None and context.how == "ring"
 
     @property
     def chunk_runs(self) -> int:
