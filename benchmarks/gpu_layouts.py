@@ -19,7 +19,7 @@ from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner import roofline
 from manualpar.planner.hardware import CHIPS, Chip, chip_named
-from manualpar.planner.step_work import read_work
+from manualpar.planner.step_work import has_kernel, read_work
 from manualpar.planner.topology import topology_of_size
 from manualpar.training.monitoring.throughput import PEAKS, Throughput
 
@@ -189,7 +189,7 @@ def plan_step(program: Program, workload: Workload, chip: Chip | None) -> dict[s
         return {}
     flops = flops_per_token(model, positions) * positions
     throughput = Throughput(workload.batch.inputs.shape[0], positions, flops)
-    is_fused = model.attention.kind in ("", "cudnn") and "context" not in program.mesh.shape
+    is_fused = has_kernel(model, program, topology.chip)
     work = read_work(program, throughput, fused_attention=is_fused, overlap="none")
     plan = roofline.estimate(work, topology, brief=True)
     return {"topology": plan.topology, "seconds": plan.step_seconds, "bytes": plan.peak_bytes}

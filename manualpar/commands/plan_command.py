@@ -206,7 +206,6 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
             order=order,
             fused_attention=has_kernel(experiment.task.model, experiment.program, topology.chip),
             overlap=config.parallel.overlap,
-            platform=topology.chip.device.platform,
         )
         plans.append(estimate(work, topology))
     if wants_compiler:

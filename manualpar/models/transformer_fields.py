@@ -197,14 +197,14 @@ def _check_groups(model: "Transformer") -> None:
     rotary, scaling = model.rotary, model.rotary.scaling
     if rotary.features > size_of_head(model):
         refuse_in("rotary", "features", f"at most the {size_of_head(model)} features of a head")
-    blocks = "", "blockwise"
     pairs = (rotary.features or size_of_head(model)) // 2
     for factors in (scaling.short_factors, scaling.long_factors):
         if factors and len(factors) != pairs:
             refuse_in("rotary", "scaling", f"a factor for each of {pairs} pairs")
     if scaling.kind == "dynamic" and pairs < 2:
         refuse_in("rotary", "scaling", "no 'dynamic' scaling of a single pair of features")
-    if context.axis and context.how in ("ring", "gather") and attention.kind not in blocks:
+    computes_blocks = context.axis and context.how in ("ring", "gather")
+    if computes_blocks and attention.kind not in ("", "blockwise"):
         refuse_in("attention", "kind", f"'' or 'blockwise' with context.how={context.how!r}")
     if not 0 <= experts.dense_layers < model.num_layers:
         expected = f"less than num_layers={model.num_layers}, or 0 for none"

@@ -127,11 +127,11 @@ class Chip:
 
     @property
     def abstract_device(self) -> AbstractDevice | None:
-        """The chip as programs are traced for it without a compiler; `None` for TPUs.
+        """The kind of GPU that a plan without a compiler traces programs for; `None` for TPUs.
 
-        For GPUs strategies choose other shards and a model other attention over split sequences.
-        For TPUs both are as without a device, but a kernel would replace attention in blocks, and
-        FLOPs are read from blocks.
+        On GPUs strategies shard other dims, and split sequences are attended in another way. On
+        TPUs both are as if no device were known. But a kernel would replace attention in blocks,
+        from which FLOPs are read.
         """
         return None if self.is_tpu else AbstractDevice(self.device_kind, None, "gpu")
 

@@ -135,19 +135,18 @@ def read_work(
     order: Sequence[str] = (),
     fused_attention: bool = False,
     overlap: Overlap = "auto",
-    platform: str = "tpu",
 ) -> StepWork:
     """Reads the work of a program's step.
 
     Args:
-      program: The program, on any mesh, even an abstract one.
+      program: The program, on any mesh, even an abstract one. Memory is estimated for the compiler
+        of the mesh's platform, see `step_memory`; for TPUs' if the platform is not known.
       throughput: The examples of a step, their tokens and their FLOPs.
       order: The axes of the mesh, the axis on the slowest links first; see `make_mesh`.
       fused_attention: Whether causal attention is timed as one kernel, see `has_kernel` and
         `manualpar.inspect.flops`. Memory is always the memory of the traced program, which may
         store scores.
       overlap: The config's `parallel.overlap`.
-      platform: The platform whose compiler's memory is estimated, see `step_memory`.
 
     Raises:
       ValueError: The mode is not `manual`, so the compiler writes the collectives.
@@ -191,7 +190,7 @@ def read_work(
         # Parameters and optimizer state are read and written; a gradient of the parameters' size is
         # read.
         update_traffic=3 * parameters + 2 * optimizer,
-        memory=step_memory(program, platform=platform),
+        memory=step_memory(program, platform=platform_of(program.mesh) or "tpu"),
         notes=tuple(dict.fromkeys(notes)),
         overlap=overlap,
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,

@@ -174,8 +174,7 @@ class Builder(NamedTuple):
         program = build_experiment(config, task, rate, devices=topology.abstract_devices)
         throughput, overlap = throughput_of(config, task), config.parallel.overlap
         fused = has_kernel(task.model, program, topology.chip)
-        on = {"platform": topology.chip.device.platform}
-        return read_work(program, throughput, overlap=overlap, fused_attention=fused, **on)
+        return read_work(program, throughput, overlap=overlap, fused_attention=fused)
 
     def outcome(self, candidate: Candidate, topology: Topology) -> Outcome[Candidate]:
         """Traces a candidate's program, and returns the outcome."""

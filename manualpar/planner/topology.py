@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def abstract_devices(self) -> list[AbstractDevice] | int:
-        """The devices for which a program is traced without a compiler, or their number."""
+        """What `prepare` takes to trace a program: GPUs by their kind, and the number of TPUs."""
         device = self.chip.abstract_device
         return [device] * self.num_devices if device else self.num_devices
 

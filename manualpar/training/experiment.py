@@ -302,8 +302,9 @@ def _choose_options(
         others.append(SEQUENCE)
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     averages = strategy_kinds()[parallel.strategy].averages and count_hosts(mesh) > 1
-    how: Any = {"overlap": parallel.overlap, "averages": averages}
-    chosen = choose_options(device.device_kind, rings, others, **how)
+    chosen = choose_options(
+        device.device_kind, rings, others, overlap=parallel.overlap, averages=averages
+    )
     return keep_if_known(chosen, device)
 
 

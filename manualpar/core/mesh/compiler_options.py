@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 Overlap = Literal["auto", "none"]
-SEQUENCE = "sequence"
 OVERLAPS: tuple[Overlap, ...] = ("auto", "none")
+SEQUENCE = "sequence"  # Stands for positions that are split between split layers.
 
 _WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -67,7 +67,7 @@ class Choice:
 
     def suits(self, rings: Sequence[int], others: Sequence[str], *, averages: bool) -> bool:
         """Returns whether the options are used for these rings and these other axes."""
-        if max(rings, default=1) > self.most or self.averages > averages:
+        if max(rings, default=1) > self.most or (self.averages and not averages):
             return False
         return self.beside is None or (len(rings) < 2 and set(others) <= set(self.beside))
 

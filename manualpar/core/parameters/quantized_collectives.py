@@ -38,9 +38,9 @@ MOST_TERMS = 64
 
 
 class RowQuantizer(abc.ABC):
-    """A `Quantizer`, see `comm_policy`, whose numbers are sent in rows.
+    """Packs numbers into rows that collectives send; a base class of `Quantizer`s.
 
-    A subclass says how numbers become rows, and rows numbers.
+    A subclass packs and unpacks the rows.
 
     Attributes:
       name: The name of the format.
@@ -189,24 +189,20 @@ class BlockQuantizer(RowQuantizer):
         return quantized_bytes(math.ceil(n), self.name) < n * itemsize
 
     def pack(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Quantizes, see `RowQuantizer`."""
+        """Packs codes and scales into bytes, see `pack_codes`."""
         return pack_codes(x, self.name, key)
 
     def unpack(self, rows: jax.Array, n: int) -> jax.Array:
-        """Dequantizes, see `RowQuantizer`."""
+        """Returns the products of codes and scales, see `unpack_codes`."""
         return unpack_codes(rows, n, self.name)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Bfloat16Quantizer(RowQuantizer):
-    """Sends bfloat16 numbers; it is worth it even in place of sums in bfloat16.
+    """Sends bfloat16 numbers; it is worth it even in place of sums in bfloat16."""
 
-    Attributes:
-      name: The name of the format.
-    """
-
-    name: str = "bfloat16"
+    name = "bfloat16"
 
     def row(self, n: int) -> tuple[int, Any]:
         """Returns `n` bfloat16 numbers; see `RowQuantizer`."""
@@ -217,11 +213,11 @@ class Bfloat16Quantizer(RowQuantizer):
         return 2 * math.ceil(n) <= n * itemsize
 
     def pack(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Rounds to bfloat16, see `RowQuantizer`."""
+        """Rounds to bfloat16, see `round_to_bfloat16`."""
         return round_to_bfloat16(x, key)
 
     def unpack(self, rows: jax.Array, n: int) -> jax.Array:
-        """Casts to float32, see `RowQuantizer`."""
+        """Casts rows to float32."""
         return rows.astype(jnp.float32)
 
     def scatter_sum(

@@ -83,7 +83,7 @@ class ReplicatedParameter(ShardedParameter, eq=False):
 
 
 class AveragedParameter(ShardedParameter, eq=False):
-    """A replicated parameter; `unbox` averages its gradient over `comm.averaged_axes`."""
+    """A replicated parameter whose gradient `unbox` averages over `comm.averaged_axes`."""
 
     @classmethod
     def over(cls, axes: tuple[str, ...], parameter: Any) -> "AveragedParameter":

@@ -51,7 +51,7 @@ class Draft(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The model's own tokens at the drafted positions of all rows, the same on all devices.
+    """The tokens that the model itself draws at the drafted positions, the same on all devices.
 
     Attributes:
       token: `int32[B, S]`, the model's own tokens, right up to the token after the accepted ones.

@@ -81,7 +81,6 @@ def trace_layout(
         throughput,
         fused_attention=True,
         overlap=config.parallel.overlap,
-        platform=topology.chip.device.platform,
     )
     if repeats > 1:
         examples = repeats * throughput.examples_per_step

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
+from manualpar.core.parameters import quantized_collectives
 from manualpar.core.parameters.quantized_collectives import make_quantizer
 from manualpar.inspect import trace_collectives
 from tests.one_device import slow_unless
@@ -76,6 +77,20 @@ def test_each_device_has_its_shard_of_the_sum_of_codes(devices8, mesh, code, dim
     np.testing.assert_allclose(lost, left_out, rtol=1e-5, atol=1e-6)
     kind = [(c.kind, c.dtype) for c in trace_collectives(run.trace(x))]
     assert kind == [("all_to_all", jnp.bfloat16 if code == "bfloat16" else jnp.uint8)]
+
+
+def test_many_terms_are_summed_in_one_operation(devices8, monkeypatch):
+    x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+
+    def total():
+        def on_device(x):
+            return make_quantizer("bfloat16").scatter_sum(x[0], 0, ("data",))[0]
+
+        return on_mesh(devices8, {"data": 8}, ("data",), on_device, out_specs=P("data"))(x)
+
+    one_by_one = total()
+    monkeypatch.setattr(quantized_collectives, "MOST_TERMS", 7)
+    np.testing.assert_allclose(total(), one_by_one, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
