@@ -10,7 +10,12 @@ import jax
 
 from benchmarks.workloads import Workload
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.mesh.compiler_options import ChosenOptions, choose_options, keep_if_known
+from manualpar.core.mesh.compiler_options import (
+    SEQUENCE,
+    ChosenOptions,
+    choose_options,
+    keep_if_known,
+)
 from manualpar.core.program.program import Program
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
@@ -155,6 +160,7 @@ def build(workload: Workload, name: str, *, devices: int = 1) -> tuple[Program, 
     mesh = make_mesh(axes, jax.devices()[:devices])
     ring = math.prod(axes.get(axis, 1) for axis in SHARDED_AXES)
     others = [axis for axis, size in axes.items() if size > 1 and axis not in SHARDED_AXES]
+    others += [SEQUENCE] * bool(contender.fields.get("sequence_parallel"))
     device = jax.local_devices()[0]
     chosen = choose_options(device.device_kind, [ring], others, overlap=contender.overlap)
     chosen = keep_if_known(chosen, device)

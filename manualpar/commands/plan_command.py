@@ -237,7 +237,7 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
 
 
 def _prepare(command: CommandLine) -> Experiment:
-    """Builds the config's experiment for the topology's number of devices."""
+    """Builds the config's experiment for the devices of the topology."""
     devices = command.flags.topology.abstract_devices
     return prepare_planned(command.config, devices=devices, vocab_size=command.flags.vocab_size)
 
