@@ -10,7 +10,7 @@ row contains the compiler's error.
 
 Milliseconds are the compiler's cycles divided by the chip's clock. The compiler gives no cycles for
 Pallas kernels. So a kernel is assumed to reach a share of the chip's peak, which was fitted to
-published speeds, see `manualpar.planner.kernels`. Therefore the figures of splash attention, which
+published speeds, see `manualpar.planner.hardware`. Therefore the figures of splash attention, which
 is a kernel, are less certain than the other figures.
 """
 
@@ -30,10 +30,10 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.results import note_conditions, write_results
 from manualpar.layers.attention import AttentionKind, attention
+from manualpar.planner.compiled_plan import read_out_of_memory
 from manualpar.planner.compiled_timeline import on_all_links, read_timeline
 from manualpar.planner.compiler_worker import is_out_of_hbm
-from manualpar.planner.kernels import kernel_clock, kernels_in
-from manualpar.planner.out_of_memory import read_out_of_memory
+from manualpar.planner.hardware import kernel_clock, kernels_in
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import ENVIRONMENT
 

@@ -42,7 +42,7 @@ from benchmarks.checkpoint_fault_cases import (
     cases,
     put,
 )
-from manualpar.core.mesh.devices import simulate_devices
+from manualpar.core.mesh.mesh import simulate_devices
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import UsageError
 from manualpar.system.storage.durable_files import WriteError
@@ -53,8 +53,7 @@ from manualpar.training.monitoring.report import page_html
 from manualpar.training.monitoring.run_files import RunWriter
 from manualpar.training.monitoring.run_record import make_charts, read_run
 from manualpar.training.recorder import parse_state
-from manualpar.training.workdir import check_folder, open_checkpoints, restore
-from manualpar.training.workdir_lock import lock_workdir
+from manualpar.training.workdir import check_folder, lock_workdir, open_checkpoints, restore
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 MOST_SECONDS = 60  # A case that does not hang takes less than 1% of this.

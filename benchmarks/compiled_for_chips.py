@@ -7,10 +7,10 @@ python -m benchmarks.compiled_for_chips [--topologies v5e:4x4 h100:8 ...] [--pro
 No TPU and no GPU is needed, but a compiler is: `pip install "manualpar[tpu-compiler]"` or
 `"manualpar[gpu-compiler]"`. Nothing is timed: HBM, collectives and cycles are read from the
 compiled program, and are the same in every run with the same versions. Compute seconds are the
-estimates of the compiler for a TPU, and for a GPU those of `manualpar.planner.gpu_costs`. The
+estimates of the compiler for a TPU, and for a GPU those of `manualpar.planner.compiled_plan`. The
 seconds of a collective are the bytes that rings send divided by the links' bandwidth. The seconds
 of a step are estimated twice for a TPU: if one collective at a time uses all links, and with a
-separate model of each link (`manualpar.planner.link_timeline`). Compiling a program takes half a
+separate model of each link (`manualpar.planner.compiled_plan`). Compiling a program takes half a
 minute on one core, or more.
 
 `--against` names the `--json` file of an earlier run. The exit code is 1 if any figure of a program

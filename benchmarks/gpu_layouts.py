@@ -20,8 +20,7 @@ from manualpar.core.program.program import Program
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.models.flat_fields import with_fields
-from manualpar.models.transformer import Transformer
-from manualpar.models.transformer_fields import flops_per_token
+from manualpar.models.transformer import Transformer, flops_per_token
 from manualpar.planner import roofline
 from manualpar.planner.hardware import CHIPS, Chip, chip_named
 from manualpar.planner.step_work import has_kernel, read_work

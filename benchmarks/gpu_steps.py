@@ -30,7 +30,7 @@ from manualpar import Batch
 from manualpar.models import Attention, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.flat_fields import with_fields
-from manualpar.models.transformer_fields import flops_per_token
+from manualpar.models.transformer import flops_per_token
 from manualpar.system.cluster.agreement import from_first, gather
 from manualpar.training.monitoring.throughput import peak_flops
 

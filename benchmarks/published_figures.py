@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Literal
 
 from manualpar.models import Context, Transformer
 from manualpar.models.flat_fields import nest_fields
-from manualpar.models.transformer_fields import flops_per_token
+from manualpar.models.transformer import flops_per_token
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.topology import Topology, parse_topology
 

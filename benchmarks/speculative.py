@@ -29,7 +29,7 @@ import optax
 from benchmarks.results import note_conditions, write_results
 from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
 from manualpar import Batch, fsdp, make_mesh
-from manualpar.core.mesh.devices import simulate_devices
+from manualpar.core.mesh.mesh import simulate_devices
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.models import Transformer

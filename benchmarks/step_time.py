@@ -34,7 +34,7 @@ from benchmarks.results import Conditions, note_conditions, write_results
 from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
 from benchmarks.workloads import NAMES, Workload, make_workload
 from manualpar import data_parallel, fsdp, make_mesh
-from manualpar.core.mesh.devices import simulate_devices
+from manualpar.core.mesh.mesh import simulate_devices
 from manualpar.core.program.program import Program
 from manualpar.inspect import total_bytes, total_step_bytes, trace_collectives
 

@@ -24,7 +24,7 @@ from flax.linen import meta
 from benchmarks.turns import table
 from manualpar.core.trees import path_name
 from manualpar.models import Transformer
-from manualpar.models.finetuning.stored_codes import Code, decode, encode
+from manualpar.models.finetuning.quantized import Code, decode, encode
 
 # A way to store an array: the array that is decoded, and the number of stored bytes.
 Store = Callable[[jax.Array], tuple[jax.Array, int]]

@@ -32,7 +32,7 @@ from benchmarks.checkpoint_costs import (
 from benchmarks.loop_blocks import Bench
 from benchmarks.mutations import write_section
 from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
-from manualpar.core.mesh.devices import describe_mesh, simulate_devices
+from manualpar.core.mesh.mesh import describe_mesh, simulate_devices
 from manualpar.errors import UsageError
 from manualpar.system.reports.tables import describe_bytes
 

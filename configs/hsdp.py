@@ -9,7 +9,7 @@ cores of a busy Intel Xeon: the test accuracy was 0.9778, and the command took 3
 
 from ml_collections import ConfigDict
 
-from manualpar.training.config_files import named_config
+from manualpar.training.config import named_config
 
 
 def get_config() -> ConfigDict:

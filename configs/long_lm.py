@@ -10,7 +10,7 @@ sharded over all devices (FSDP). This config was not measured.
 
 from ml_collections import ConfigDict
 
-from manualpar.training.config_files import named_config
+from manualpar.training.config import named_config
 
 
 def get_config() -> ConfigDict:

@@ -15,7 +15,7 @@ minutes in all.
 
 from ml_collections import ConfigDict
 
-from manualpar.training.config_files import named_config
+from manualpar.training.config import named_config
 
 
 def get_config() -> ConfigDict:

@@ -10,7 +10,7 @@ examples, and the parameters are sharded over both (FSDP). This config was not m
 
 from ml_collections import ConfigDict
 
-from manualpar.training.config_files import named_config
+from manualpar.training.config import named_config
 
 
 def get_config() -> ConfigDict:

@@ -1,18 +1,17 @@
 """Flax models, data-parallel or fully sharded, with every collective written by hand."""
 
 # Modules that register themselves: the interfaces to Linen and NNX models.
-import manualpar.core.model.linen.linen_model
-import manualpar.core.model.nnx.nnx_model  # noqa: F401
+import manualpar.core.model.linen_model
+import manualpar.core.model.nnx_model  # noqa: F401
 from manualpar._moved import find_old_names, import_moved
-from manualpar.core.mesh.devices import simulate_devices
-from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
-from manualpar.core.mesh.rng import fold_rng_over_axis
+from manualpar.core.mesh.mesh import abstract_mesh, make_mesh, simulate_devices
+from manualpar.core.mesh.splitting import fold_rng_over_axis
 from manualpar.core.modes.gradients import sync_gradients, sync_metrics
 from manualpar.core.parameters.collectives import gather_array_with_mean_grads
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
-from manualpar.core.program.gather_examples import gather_examples
 from manualpar.core.program.inside_shard_map import (
     accumulate_gradients,
+    gather_examples,
     gather_params,
     shard_module_params,
     shard_params,
@@ -25,9 +24,8 @@ from manualpar.inspect.same_as_one_device import assert_same_as_one_device
 from manualpar.layers.pipeline import Pipeline
 from manualpar.layers.tensor_parallel.plan import tensor_parallel
 from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Row, Vocab
-from manualpar.models.finetuning.adapter_files import load_adapters, save_adapters
+from manualpar.models.finetuning.adapter_files import load_adapters, merge_lora, save_adapters
 from manualpar.models.finetuning.lora import lora
-from manualpar.models.finetuning.merging import merge_lora
 from manualpar.models.finetuning.quantized import quantized
 from manualpar.strategies.data_parallel import data_parallel
 from manualpar.strategies.diloco.builder import diloco

@@ -37,16 +37,16 @@ MOVED = {
     "modes.remat": "core.modes.remat",
     "pipeline": "layers.pipeline",
     "pretrained": "models.pretrained",
-    "rng": "core.mesh.rng",
+    "rng": "core.mesh.splitting",
     "sharding.layout": "core.parameters.placement",
     "sharding.mesh": "core.mesh.mesh",
-    "sharding.zigzag": "core.mesh.zigzag",
+    "sharding.zigzag": "core.mesh.splitting",
     "storage": "system.storage",
     "train_state": "core.state.train_state",
     "training.cross_entropy": "models.cross_entropy",
-    "training.devices": "core.mesh.devices",
+    "training.devices": "core.mesh.mesh",
     "training.main": "commands.train_command",
-    "training.sampling": "models.generation.sampling",
+    "training.sampling": "models.generation.drawing",
     "training.saved_run": "training.load_run",
     "untrusted": "system.storage.untrusted",
     "usage": "errors",
@@ -59,7 +59,7 @@ RENAMED = {
         "Sends": "core.modes.strategy.CommCounts",
     },
     "core.parameters.placement": {
-        rule: f"core.parameters.shard_rules.{rule}"
+        rule: f"core.parameters.placement.{rule}"
         for rule in ("replicate", "shard_one_dim", "shard_state_only")
     },
 }

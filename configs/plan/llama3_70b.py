@@ -11,7 +11,7 @@ batch and the vocabulary are the same as in llama3_8b.py.
 
 from ml_collections import ConfigDict
 
-from manualpar.training.config_files import named_config
+from manualpar.training.config import named_config
 
 
 def get_config() -> ConfigDict:

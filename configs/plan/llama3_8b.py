@@ -14,7 +14,7 @@ and the vocabulary is padded to the size of Llama 3's vocabulary.
 
 from ml_collections import ConfigDict
 
-from manualpar.training.config_files import named_config
+from manualpar.training.config import named_config
 
 
 def get_config() -> ConfigDict:

@@ -13,7 +13,7 @@ room for 1.25 times its equal share of tokens.
 
 from ml_collections import ConfigDict
 
-from manualpar.training.config_files import named_config
+from manualpar.training.config import named_config
 
 
 def get_config() -> ConfigDict:

@@ -137,7 +137,7 @@ GROUPS = (
         "these functions, and your own program can call them too.",
         (
             "manualpar.training",
-            "manualpar.training.config_files.named_config",
+            "manualpar.training.config.named_config",
             "manualpar.training.experiment.prepare",
             "manualpar.training.run.run",
             "manualpar.training.load_run.load_run",
@@ -172,9 +172,9 @@ GROUPS = (
             "manualpar.strategies",
             "manualpar.core.modes.strategy.Strategy",
             "manualpar.core.modes.strategy.CommCounts",
-            "manualpar.core.parameters.shard_rules.replicate",
-            "manualpar.core.parameters.shard_rules.shard_one_dim",
-            "manualpar.core.parameters.shard_rules.shard_state_only",
+            "manualpar.core.parameters.placement.replicate",
+            "manualpar.core.parameters.placement.shard_one_dim",
+            "manualpar.core.parameters.placement.shard_state_only",
         ),
     ),
 )

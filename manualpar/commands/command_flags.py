@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 import jax
 
-from manualpar.commands.arguments import MESH_HELP, parse_mesh
+from manualpar.commands.command_line import MESH_HELP, parse_mesh
 from manualpar.commands.results import choose_devices, quiet_absl, users_mistakes
-from manualpar.core.mesh.devices import describe_mesh
+from manualpar.core.mesh.mesh import describe_mesh
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,

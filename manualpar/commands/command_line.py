@@ -7,34 +7,308 @@ mistake raises a `UsageError`: the command prints one sentence and ends with exi
 this package is shown with its traceback.
 """
 
+import contextlib
 import dataclasses
+import functools
 import math
 import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import ml_collections
 from absl import app
 from absl import flags as absl_flags
+from ml_collections import config_flags
 
-from manualpar.commands.arguments import MESH, MESH_HELP, translate
-from manualpar.commands.config_help import config_help
-from manualpar.commands.config_overrides import OVERRIDE, explained, load_with
+from manualpar.commands.results import users_mistakes
 from manualpar.errors import (
     USAGE_EXIT_CODE,
     UsageError,
     nearest,
     print_error,
 )
-from manualpar.strategies import Field
+from manualpar.strategies import Field, strategy_kinds
 from manualpar.system.cluster import WAIT_SECONDS
-from manualpar.system.reports.help_text import print_help
+from manualpar.system.reports.help_text import fill, list_flags, print_help, wrap_text
 from manualpar.system.storage import AnyPath, BucketPath, user_path
+from manualpar.training.checkpoints.compatibility import REMOVED
+from manualpar.training.config import fields_of, find_config, flatten_config, load_config
 from manualpar.training.config_fields import FIELDS, MODEL_FIELDS
-from manualpar.training.config_files import find_config
+from manualpar.training.imported_model import fill_from_hf
+
+# -------------------------------------------------------------------------------------------------
+# The text of `--help` of the commands that take a config: their flags, and the config's fields.
+
+
+GENERAL = "General"
+# Group of fields -> its heading, in the order of the text. Other groups come last.
+HEADINGS: Mapping[str, str] = {
+    "model": "Model",
+    "data": "Data",
+    "optimizer": "Optimizer",
+    "schedule": "Learning rate after the warm-up",
+    "training": "Training and evaluation",
+    "parallel": "Parallelism",
+    "checkpoint": "Checkpoints",
+    "sample": "Text that is generated at the end",
+    "watch": "Lost and stalled processes",
+    "debug": "Debugging",
+}
+ABOUT_FIELDS = (
+    "Fields of {name}, with the values that they have there. --GROUP.FIELD=VALUE sets a field. The "
+    "brackets contain the allowed values, and the default for a config file without the field. "
+    "With the name of a config, as in `fsdp_lm --help`, its fields are shown."
+)
+
+
+def config_help(
+    description: str, path: Path, *, flags: Mapping[str, str], added: Mapping[str, Field]
+) -> str:
+    """Returns the text of `--help`.
+
+    Args:
+      description: The first paragraphs.
+      path: The file of the config whose fields are shown.
+      flags: The help of each flag of the command.
+      added: The fields that only the configs of this command have.
+    """
+    config = load_config(path)
+    values, fields = flatten_config(config), {**fields_of(config), **added}
+    blocks = [wrap_text(description), f"Flags:\n{list_flags(flags)}"]
+    blocks.append(fill(ABOUT_FIELDS.format(name=path.name)))
+    for heading, names in _grouped(values, fields).items():
+        lines = [_describe(name, values[name], fields.get(name)) for name in names]
+        blocks.append("\n".join([f"{heading}:", *lines]))
+    return "\n\n".join(blocks)
+
+
+def _grouped(values: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, list[str]]:
+    """Returns the names of the fields of each heading, in the order of the table of fields."""
+    strategy = str(values.get("parallel.strategy"))
+    unused = _fields_of_other_strategies(strategy)
+    others = f"Parallelism, only for other strategies than {strategy}"
+    headings = [GENERAL, *HEADINGS.values()]
+    headings.insert(headings.index(HEADINGS["parallel"]) + 1, others)
+    found: dict[str, list[str]] = {heading: [] for heading in headings}
+    order = {name: number for number, name in enumerate(fields)}
+    for name in sorted(values, key=lambda name: order.get(name, len(order))):
+        group = name.rpartition(".")[0]
+        heading = HEADINGS.get(group, group) or GENERAL
+        found.setdefault(others if name in unused else heading, []).append(name)
+    return {heading: names for heading, names in found.items() if names}
+
+
+def _fields_of_other_strategies(strategy: str) -> set[str]:
+    """Returns the fields that only other strategies have; none if there is no such strategy."""
+    kinds = strategy_kinds()
+    if strategy not in kinds:
+        return set()
+    fields = {name for kind in kinds.values() for name in kind.fields}
+    return {f"parallel.{name}" for name in fields - kinds[strategy].fields.keys()}
+
+
+def _describe(name: str, value: Any, field: Field | None) -> str:
+    """Returns the lines about a field: as a flag with its value, then meaning, values, default."""
+    text = str(value)
+    if not text or set(text) & set(" '(){}*!;&|<>$`#~"):
+        text = '"{}"'.format(text.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$"))
+    lines = [fill(f"--{name}={text}", "  ", hanging=" " * 6)]
+    if field is not None:
+        default = "no default" if field.default is None else f"default {field.default!r}"
+        lines.append(fill(f"{field.meaning} [{field.expectation()}; {default}]", " " * 6))
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------
+# Loads a config with the fields that a command line sets, through `ml_collections.config_flags`.
+#
+# A field that the config lacks, and a value of another type, raise a `UsageError` of one sentence.
+
+
+OVERRIDE = re.compile(r"--?(no)?config\.")
+EXPECTED: Mapping[type, str] = {
+    int: "an integer without point or exponent",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a tuple of pairs such as (('embed', None), ('mlp', 'data'))",
+    ml_collections.ConfigDict: "a dict",
+}
+EXAMPLES: Mapping[str, str] = {
+    "parallel.mesh": """--config.parallel.mesh="{'replica': 2, 'data': -1}\"""",
+    "optimizer.arguments": """--config.optimizer.arguments="{'nesterov': True}\"""",
+    "schedule.arguments": """--config.schedule.arguments="{'alpha': 0.1}\"""",
+}
+
+
+def load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
+    """Loads a config and applies overrides, such as `--config.seed=1`, to it.
+
+    Raises:
+      UsageError: The file, or an override, is wrong.
+    """
+    config = load_config(path)
+    _check_fields(config, overrides)
+    arguments = ["", *overrides]
+    values = absl_flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=arguments)
+
+    def kind_of(name: str) -> tuple[type, str]:
+        default = functools.reduce(lambda group, key: group[key], name.split(".")[1:], config)
+        if isinstance(default, ml_collections.ConfigDict):
+            field = FIELDS.get(name.removeprefix("config."))
+            words = field.expectation() if field else "a dict such as {'data': -1}"
+            return type(default), words.removeprefix("a dict")
+        example = f" such as {default!r}" if type(default) in (int, float) else ""
+        return type(default), example
+
+    with explained(kind_of):
+        values(arguments)
+    overridden = [
+        argument.split("=")[0].split(".", 1)[1] for argument in overrides if "." in argument
+    ]
+    with users_mistakes():
+        return fill_from_hf(values.config, given=overridden)
+
+
+def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:
+    """Refuses an argument `--config.<field>` if the config has no such field."""
+    values = flatten_config(config)
+    groups = {name.rsplit(".", depth)[0] for name in values for depth in range(name.count(".") + 1)}
+    dicts = {name: value for name, value in values.items() if isinstance(value, dict)}
+    entries = {f"{name}.{key}" for name, entry in dicts.items() for key in entry}
+    for argument in filter(OVERRIDE.match, overrides):
+        field = argument.split("=")[0].split(".", 1)[1]
+        if field in REMOVED and field not in values:
+            raise UsageError(f"{argument}: {field} was removed: {REMOVED[field][1]}; leave it out.")
+        if field not in groups | entries:
+            near = nearest(field, values.keys() | entries)
+            mend = ""
+            if (name := field.rpartition(".")[0]) in dicts:
+                mend = f"; to change the entries, set the complete dict, as in {EXAMPLES[name]}"
+            raise UsageError(
+                f"{argument}: the config has no field {field!r}; the nearest one is "
+                f"--config.{near}{mend}."
+            )
+
+
+@contextlib.contextmanager
+def explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
+    """Turns absl's errors into `UsageError`s.
+
+    `kind_of(flag)` returns the type of a flag's value and an example value for the message, or
+    `None` if there is no such flag.
+    """
+    try:
+        yield
+    except absl_flags.IllegalFlagValueError as error:
+        message = str(error).splitlines()[0]
+        found = re.match(r"flag (--([\w.]+)=.*?): ", message)
+        kind, example = (found and kind_of(found[2])) or (None, "")
+        if found and kind is not None and kind in EXPECTED:
+            message = f"{found[1]}: expected {EXPECTED[kind]}{example}"
+        raise UsageError(f"{message}.") from error
+    except absl_flags.Error as error:
+        raise UsageError(f"{error}.") from error
+
+
+# -------------------------------------------------------------------------------------------------
+# Translates the arguments that people type into the flags that absl and `config_flags` define.
+#
+# manualpar train fsdp_lm --num-processes=2 --model.num_layers=4 --mesh=data=4,model=2
+#
+# becomes
+#
+#     --config=fsdp_lm --num_processes=2 --config.model.num_layers=4
+#     --config.parallel.mesh={'data': 4, 'model': 2}
+#
+# Dashes and underscores in a flag's name mean the same. A name with a dot is a field of the
+# config, and so are the fields that are in no group. Everything else stays as it is.
+
+
+MESH = "mesh"
+MESH_HELP = "The mesh: its axes with their sizes, such as data=4,model=2; -1 for all other devices."
+# Fields of a config that are in no group, such as `seed`.
+UNGROUPED = frozenset(name for name in FIELDS if "." not in name)
+
+
+def translate(
+    arguments: Sequence[str],
+    *,
+    flags: Collection[str],
+    switches: Collection[str] = (),
+    renamed: Mapping[str, str] | None = None,
+    positional: str = "config",
+    fields: Collection[str] = (),
+) -> list[str]:
+    """Translates the arguments of a command, without the program's name.
+
+    Args:
+      arguments: The arguments.
+      flags: The names of the command's flags, with underscores.
+      switches: The flags among these that take no value, so that `--no-compile` turns one off.
+      renamed: Old names of flags, each with its new name.
+      positional: The flag that the arguments before the first flag are values of. Only `config`
+        may have several.
+      fields: The fields of a config that only this command has.
+
+    Raises:
+      UsageError: The value of `--mesh` is missing or malformed.
+    """
+    renamed = renamed or {}
+    given = list(arguments)
+    translated: list[str] = []
+    while given and not given[0].startswith("-"):
+        translated.append(f"--{positional}={given.pop(0)}")
+        if positional != "config":  # A field has one value; the command refuses more arguments.
+            break
+    rest = iter(given)
+    for argument in rest:
+        match = re.fullmatch(r"(--?)([A-Za-z][^=\s]*)(=.*)?", argument, re.DOTALL)
+        if not match:
+            translated.append(argument)
+            continue
+        name, value = match[2].replace("-", "_"), match[3] or ""
+        name = renamed.get(name, name)
+        if name == MESH and MESH not in flags:
+            mesh = parse_mesh(value[1:] if value else next(rest, ""))
+            translated.append(f"--config.parallel.mesh={mesh}")
+        elif name in flags:
+            translated.append(f"--{name}{value}")
+        elif name.startswith("no_") and name[3:] in switches:
+            translated.append(f"--no{name[3:]}{value}")
+        elif name in fields or _is_field(name):
+            translated.append(f"--config.{name}{value}")
+        else:
+            translated.append(f"--{name}{value}")
+    return translated
+
+
+def _is_field(name: str) -> bool:
+    group = name.split(".")[0]
+    return name in UNGROUPED or ("." in name and group not in ("config", "noconfig"))
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Parses the value of `--mesh`, such as `data=4,model=2`.
+
+    Raises:
+      UsageError: It is something else, or names an axis twice.
+    """
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if not axis.isidentifier() or not re.fullmatch(r"-?\d+", size) or axis in mesh:
+            raise UsageError(f"--mesh={text}: expected axes such as data=4,model=2.")
+        mesh[axis] = int(size)
+    return mesh
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 CONFIG_HELP = (
     "The config: a name, such as fsdp_lm (`manualpar configs` lists them), or a Python file with "

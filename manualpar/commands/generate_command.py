@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manualpar.commands.arguments import parse_mesh
 from manualpar.commands.command_flags import (
     check_lines,
     is_main,
@@ -17,12 +16,13 @@ from manualpar.commands.command_flags import (
     show,
     write_output,
 )
+from manualpar.commands.command_line import parse_mesh
 from manualpar.data.chat import Chats
 from manualpar.errors import UsageError
 from manualpar.models.generation.answers import Answer
 from manualpar.models.generation.generator import Generator, Prompt
 from manualpar.models.generation.speculative import Draft
-from manualpar.models.pretrained.directory import CONFIG_FILE
+from manualpar.models.pretrained.tensor_files import CONFIG_FILE
 from manualpar.system.storage import AnyPath, path_flag
 from manualpar.training.load_run import Trained, load_directory, load_run
 from manualpar.training.workdir import FOLDER

@@ -23,13 +23,13 @@ from manualpar.errors import (
     print_error,
 )
 from manualpar.models.pretrained import export_hf, export_peft, load, load_peft
-from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.export import (
     SHARD_BYTES,
     TEMPLATES,
     TOKENIZER_FILES,
     tokenizer_files,
 )
+from manualpar.models.pretrained.tensor_files import CONFIG_FILE, model_directory
 from manualpar.system.cluster import FAILED_EXIT_CODE, Cluster, DisagreementError, initialize
 from manualpar.system.cluster.agreement import failing_together
 from manualpar.system.reports.help_text import OneSentenceParser
@@ -45,8 +45,7 @@ from manualpar.training.experiment import prepare
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.load_run import prepare_saved, restore_saved, saved_config
 from manualpar.training.monitoring.run_files import PLACED_FILES
-from manualpar.training.workdir import FOLDER, check_folder, open_checkpoints
-from manualpar.training.workdir_lock import lock_workdir
+from manualpar.training.workdir import FOLDER, check_folder, lock_workdir, open_checkpoints
 
 MODEL_FOLDER = "model"
 IMPORT_USAGE = """Imports a Hugging Face model into a workdir, as a checkpoint to train from.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from manualpar.errors import USAGE_EXIT_CODE, UsageError, print_error
 from manualpar.system.reports.help_text import OneSentenceParser
-from manualpar.training.config_files import find_config, first_sentence, named_configs
+from manualpar.training.config import find_config, first_sentence, named_configs
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,18 +24,22 @@ from manualpar.commands.results import (
 )
 from manualpar.errors import UsageError, nearest
 from manualpar.models import Transformer
-from manualpar.planner.closed_form.layout import check_closed_form
-from manualpar.planner.closed_form.layout_config import layout_flags, trace_layout
+from manualpar.planner.closed_form.layout import STRATEGIES, check_closed_form
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
-from manualpar.planner.closed_form.layout_parameters import STRATEGIES
-from manualpar.planner.closed_form.layout_search import fastest_of_each_mesh, rank_layouts
+from manualpar.planner.closed_form.layout_search import (
+    fastest_of_each_mesh,
+    layout_flags,
+    rank_layouts,
+    trace_layout,
+)
 from manualpar.planner.compiler_worker import installed
-from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
+from manualpar.planner.goodput import HOUR, plan_goodput, print_goodput
 from manualpar.planner.gpu_compiler import GPU, compile_for_gpu
 from manualpar.planner.overlap_trial import compile_both
 from manualpar.planner.plan import StepEstimate
-from manualpar.planner.plan_picture import draw_plans, draw_search
 from manualpar.planner.plan_report import (
+    draw_plans,
+    draw_search,
     print_assumptions,
     print_closed_form,
     print_plans,

@@ -11,7 +11,7 @@ from typing import Any
 import rich.console
 from absl import logging
 
-from manualpar.core.mesh.devices import simulate_devices
+from manualpar.core.mesh.mesh import simulate_devices
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,

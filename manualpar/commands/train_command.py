@@ -42,7 +42,7 @@ from manualpar.training.exit_codes import (
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console, show_tracing
-from manualpar.training.monitoring.run_times import TimeLedger
+from manualpar.training.monitoring.run_record import TimeLedger
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
 from manualpar.training.trainer import StoppedError

@@ -6,7 +6,8 @@ completion directly follows the prompt.
 
 The labels in the loss are the tokens of the assistant's messages or of the completion, and the
 token that ends an answer. All other tokens are only inputs. White space that the template writes
-after the end token is an input too, except in families for which `manualpar.data.chat_turns` says
+after the end token is an input too, except in families for which `manualpar.data.chat_template`
+says
 otherwise.
 
 A chat may have `"tools"`, `"documents"`, and `"chat_template_kwargs"` with other variables of the
@@ -27,8 +28,7 @@ from manualpar.data.chat_template import BEGIN, END, ChatTemplate, load_template
 from manualpar.data.document_files import DocumentRange, line_error, lines_of
 from manualpar.data.packing import LEARNED
 from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_content
-from manualpar.data.tokenizer import FileTokenizer, Tokenizer
-from manualpar.data.tokenizer_check import guarded
+from manualpar.data.tokenizer import FileTokenizer, Tokenizer, guarded
 from manualpar.errors import require
 from manualpar.system.storage.untrusted import parse_object
 

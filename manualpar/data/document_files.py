@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from manualpar.data.dataset import DamagedDataError
-from manualpar.data.places import state_of
+from manualpar.data.dataset import DamagedDataError, state_of
 from manualpar.data.text import files_of_path
 from manualpar.errors import require
 from manualpar.system.storage import BucketPath, as_path, open_for_reading

@@ -1,7 +1,7 @@
 """The source `mixture`: a mixture of other sources of text, each with a weight.
 
 The weights are the shares of the sources in the training sequences. Each source has its own epochs,
-see `manualpar.data.order`. Evaluation and test read each held-out example of every source once.
+see `manualpar.data.batches`. Evaluation and test read each held-out example of every source once.
 
 An entry is one string, `WEIGHT SOURCE PATH`, which can be written in a flag and in JSON. The path
 may have any characters:
@@ -28,7 +28,8 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.packing import PackedSplit
 
-# The number of slots in the table of `manualpar.data.order`. So the share of a source is rounded to
+# The number of slots in the table of `manualpar.data.batches`. So the share of a source is rounded
+# to
 # a multiple of 1 / SLOTS.
 SLOTS = 2**16
 

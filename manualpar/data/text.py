@@ -30,9 +30,10 @@ from manualpar.data.dataset import (
     LanguageDataset,
     TokenSplit,
     TokenStream,
+    find_in_bucket,
     make_fingerprint,
+    read_range,
 )
-from manualpar.data.places import find_in_bucket, read_range
 from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
 from manualpar.system.reports.progress_bars import bytes_bar
 from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user_path

@@ -22,12 +22,13 @@ import numpy as np
 from manualpar.data.dataset import (
     SPLITS,
     ArrayStream,
+    BucketArray,
     LanguageDataset,
     TokenSplit,
     make_fingerprint,
+    state_of,
 )
 from manualpar.data.packing import LongExamples, PackedSplit, pack
-from manualpar.data.places import BucketArray, state_of
 from manualpar.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, load_tokenizer
 from manualpar.system.storage import AnyPath, BucketPath, copied_folder, local_path, user_path
 from manualpar.system.storage.untrusted import parse_object, read_object

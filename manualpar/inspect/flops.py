@@ -6,7 +6,7 @@ zero (the padding of a convolution, the holes of a dilation) do not count. `dot_
 `conv_general_dilated` and `ragged_dot_general` are counted exactly, and attention by cuDNN by its
 shapes. For a Pallas kernel its `cost_estimate` counts; without one, the products of its body count
 in each step of its grid. A kernel of attention counts only the blocks of scores that it computes
-(`manualpar.core.tracing.attention_blocks`).
+(`manualpar.core.tracing.scopes`).
 
 Elementwise operations, reductions, and linear algebra such as `cholesky` are not counted. So the
 counts do not describe a program that spends its time on such operations. `uncounted` names the
@@ -17,26 +17,31 @@ and the operands of reductions, because chains of fused elementwise operations r
 arrays. Its `fused_attention` models a flash attention kernel (https://arxiv.org/abs/2205.14135).
 The scores (the largest array of a product with two batch dims) stay on the chip. The half of the
 scores that a causal mask hides is not computed. Blockwise attention
-(`manualpar.core.tracing.attention_blocks`) does not compute the hidden half either. Both kinds of
+(`manualpar.core.tracing.scopes`) does not compute the hidden half either. Both kinds of
 attention compute the scores again in the backward pass; this second computation is not counted.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from manualpar.core.tracing.attention_blocks import (
+from manualpar.core.tracing.scopes import (
     PRODUCTS_COMPUTED,
     PRODUCTS_COUNTED,
     blocks_computed,
+    innermost_ticks,
+    ticks_run,
+    ticks_scope,
 )
-from manualpar.inspect.communication import summed
-from manualpar.inspect.equations import Around, EquationReader
+from manualpar.inspect.communication import Around, EquationReader, summed
 from manualpar.inspect.scope_parsing import PHASES, Phase, module_of, phase_of
+from manualpar.layers.pipeline.schedules import Costs, Table
 
 Number = TypeVar("Number", Fraction, float)
 
@@ -269,3 +274,86 @@ def _convolution(eqn: Any) -> int:
         pairs *= int(((reached >= 0) & (reached <= last) & (reached % hole == 0)).sum())
     batch, features = (out[dim] for dim in numbers.out_spec[:2])
     return 2 * batch * features * right[numbers.rhs_spec[1]] * pairs
+
+
+# -------------------------------------------------------------------------------------------------
+# Counts the operations of each part of a pipeline's tick in a traced step.
+#
+# The parts are a chunk of layers, the model before its layers (first stage) and the model after
+# its layers with the loss (last stage), each forward and backward; see
+# `manualpar.layers.pipeline.schedules.Costs`. The named scopes of
+# `manualpar.core.tracing.scopes` contain the number of ticks in which each stage runs a part.
+# These numbers tell the parts apart. A part and its backward pass run equally often, but in
+# different phases of the step. If a part has permutes, all stages run it together, in the ticks in
+# which at least one stage has to run it.
+
+
+# Name of a part, as in `Costs` -> the row of the schedule's table that has an entry in the ticks in
+# which a stage runs the part.
+ROWS = {
+    "forward": "forward_microbatch",
+    "backward": "backward_microbatch",
+    "before": "is_first",
+    "before_backward": "backward_is_first",
+    "after": "is_last",
+}
+
+
+class TickParts:
+    """Finds the part of a tick that an operation belongs to, by the operation's scope.
+
+    Attributes:
+      table: The pipeline's schedule.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self._by_scope: dict[str, list[str]] = {}
+        self._scopes: dict[tuple[str, bool], str] = {}
+        for together, (part, row) in itertools.product((False, True), ROWS.items()):
+            scope = ticks_scope(table.is_run(row, together=together))
+            self._by_scope.setdefault(scope, []).append(part)
+            self._scopes[part, together] = scope
+
+    def scope(self, part: str, *, together: bool) -> str:
+        """Returns the scope of a part; with `together` all stages run it in the same ticks."""
+        return self._scopes[part, together]
+
+    def of(self, scope: str) -> str:
+        """Returns the part of an operation with this scope; "" outside of a tick's parts.
+
+        Forward and backward operations after the layers are one part. With one stage all parts run
+        as often as a chunk, so every operation counts as an operation of a chunk.
+        """
+        parts = self._by_scope.get(innermost_ticks(scope), ())
+        is_backward = phase_of(scope) in ("backward", "recomputed")
+        fitting = (part for part in parts if part == "after" or ("backward" in part) == is_backward)
+        return next(fitting, "")
+
+    def runs(self, scope: str, stage: int) -> int:
+        """Returns the number of ticks in which a stage runs an operation with this scope."""
+        ticks = ticks_run(innermost_ticks(scope))
+        assert ticks
+        return ticks.runs[stage]
+
+
+def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
+    """Returns the number of operations of each part of a tick.
+
+    Args:
+      traced: The traced train step of a program with a pipeline, such as
+        `program.train_step.trace(program.abstract_state, program.abstract_batch)`.
+      table: The schedule of the pipeline.
+
+    Returns:
+      The floating point operations of each part in one tick. With one stage, all operations count
+      as operations of chunks.
+    """
+    costs: dict[str, float] = dict.fromkeys(Costs._fields, 0.0)
+    parts = TickParts(table)
+    for stage in sorted({0, table.num_stages - 1}):
+        for product in ProductReader("stage_costs", stage=stage).read(traced.jaxpr.jaxpr):
+            part = parts.of(product.scope)
+            if part and (part == "after" or not stage):  # Chunks are the same on all stages.
+                costs[part] += float(product.flops / parts.runs(product.scope, stage))
+    return Costs(**costs)

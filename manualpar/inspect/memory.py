@@ -54,8 +54,7 @@ from manualpar.core.tracing.scopes import (
     scope_names,
 )
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
-from manualpar.inspect.flat_program import FlatProgram, FlatValue, Operation
-from manualpar.inspect.peak_memory import FUSIONS, find_peak
+from manualpar.inspect.peak_memory import FUSIONS, FlatProgram, FlatValue, Operation, find_peak
 from manualpar.inspect.state_layout import state_bytes
 
 # Primitives, apart from all-gathers, whose result is a parameter if their operand is a parameter.

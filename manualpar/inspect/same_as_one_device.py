@@ -22,8 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from manualpar.core.mesh.axes import axis_tuple, names_to_spec
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
 from manualpar.core.mesh.splitting import check_batch
-from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
-from manualpar.core.parameters.placement import Route, state_specs
+from manualpar.core.parameters.placement import ParameterInfo, Route, split_names, state_specs
 from manualpar.core.parameters.sharded_parameter import cast_floating
 from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.program import Program

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from manualpar.core.tracing.attention_blocks import blocks_computed
 from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
     CONTEXT_SCOPE,
@@ -30,9 +29,10 @@ from manualpar.core.tracing.scopes import (
     SCOPES,
     SEQUENCE_SCOPE,
     TENSOR_SCOPE,
+    blocks_computed,
     purpose_of,
+    ticks_run,
 )
-from manualpar.core.tracing.tick_scopes import ticks_run
 
 Phase = Literal["forward", "backward", "recomputed", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed", "update")

@@ -25,11 +25,12 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from manualpar.core.parameters.comm_policy import CommPolicy
+from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.program.program import Program
 from manualpar.core.summary import Summarized
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.inspect.communication import (
+    Around,
     Collective,
     as_number,
     bytes_by_axes,
@@ -40,7 +41,6 @@ from manualpar.inspect.communication import (
     trace_collectives,
 )
 from manualpar.inspect.compiled import Compiled, read_compiled
-from manualpar.inspect.equations import Around
 from manualpar.inspect.expected_bytes import outer_step_bytes, step_bytes
 from manualpar.inspect.flops import Computation, ProductReader, by_phase_and_module, uncounted
 from manualpar.inspect.memory import Memory, step_memory

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REGATHER, purpose_of
 from manualpar.inspect.communication import Collective, Kind, as_number, ring_bytes
-from manualpar.inspect.compiled import CompiledCollective
-from manualpar.inspect.hlo import array_bytes
+from manualpar.inspect.compiled import CompiledCollective, array_bytes
 from manualpar.inspect.scope_parsing import OTHER
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]

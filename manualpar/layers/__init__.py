@@ -1,6 +1,6 @@
 """Layers whose parameters are split over devices, and the collectives that combine the parts."""
 
-from manualpar.core.parameters.split_parameter import split
+from manualpar.core.parameters.annotations import split
 from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import enter, leave
 from manualpar.layers.dense import SplitDense
@@ -9,8 +9,14 @@ from manualpar.layers.moe.moe import MoE
 from manualpar.layers.moe.routing import auxiliary_loss
 from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
 from manualpar.layers.tensor_parallel.plan import TensorParallel, tensor_parallel
-from manualpar.layers.tensor_parallel.plan_rules import DerivedPlan, plan_from_rules
-from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Row, Vocab
+from manualpar.layers.tensor_parallel.plan_styles import (
+    Column,
+    DerivedPlan,
+    PerDevice,
+    Row,
+    Vocab,
+    plan_from_rules,
+)
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, split_lookup
 
 __all__ = [

@@ -18,6 +18,7 @@ Symbols: `N` devices along the axis.
 """
 
 import jax
+import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, is_axis_bound
 from manualpar.core.parameters.collectives import is_vma_checked, varying_axes
@@ -177,3 +178,23 @@ def platform_traced_for() -> str | None:
 def _check(function: str, x: jax.Array, axes: tuple[str, ...], fits: bool, why: str) -> None:
     if not fits and not has_lost_types(x, axes):
         raise ValueError(f"{function}: x of shape {x.shape} {why}.")
+
+
+# -------------------------------------------------------------------------------------------------
+# The mean of squares over the features of all heads, which devices share.
+
+
+def mean_square_of_heads(x_BSNH: jax.Array, axis: str | None) -> jax.Array:
+    """Returns the mean of squares over the last two dims of all devices, `[B, S, 1, 1]`.
+
+    Devices along `axis` that share a key head all have it, and equally many of them. So the mean of
+    the devices' means is the mean of all heads.
+
+    Communication:
+      An all-reduce of the means over `axis`, and another in the backward pass.
+    """
+    mean = jnp.mean(jnp.square(x_BSNH), axis=(-2, -1), keepdims=True)
+    if axes := bound_axes("WideNorm", axis):
+        with jax.named_scope(TENSOR_SCOPE):
+            mean = jax.lax.pmean(mean, axes)
+    return mean

@@ -36,11 +36,16 @@ from flax.linen.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
 from manualpar.core.mesh.axes import Names, axis_tuple
+from manualpar.core.parameters.annotations import split
 from manualpar.core.parameters.collectives import varying_axes
-from manualpar.core.parameters.split_parameter import split
 from manualpar.layers.boundaries import bound_axes, enter, has_lost_types, leave
-from manualpar.layers.ring import gather_matmul, matmul_scatter
-from manualpar.layers.ring_chunks import LAYER_OVERLAPS, Chunks, LayerOverlap
+from manualpar.layers.ring import (
+    LAYER_OVERLAPS,
+    Chunks,
+    LayerOverlap,
+    gather_matmul,
+    matmul_scatter,
+)
 
 Initializer = Callable[..., Any]
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from manualpar.core.model.option_table import first_sentences
+from manualpar.core.model.options import first_sentences
 from manualpar.strategies import Field
 
 # The largest number of layers, minibatches or experts that the program contains one by one. Tracing

@@ -26,8 +26,8 @@ from manualpar.core.mesh.axes import AxisName
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 from manualpar.layers.boundaries import bound_axes
-from manualpar.layers.ring_chunks import multiply_rows
-from manualpar.layers.split_vocabulary import (
+from manualpar.layers.ring import multiply_rows
+from manualpar.layers.vocabulary import (
     check_labels,
     check_same_labels,
     first_of_largest,
@@ -35,8 +35,9 @@ from manualpar.layers.split_vocabulary import (
     label_index,
     largest_of_all,
     losses_of_sums,
+    split_argmax,
+    split_cross_entropy,
 )
-from manualpar.layers.vocabulary import split_argmax, split_cross_entropy
 
 CHUNK_ELEMENTS = 2**24  # By default a chunk has about this many logits (64 MiB).
 # By default a chunk has at least this many columns, because memory limits the speed of smaller

@@ -5,8 +5,7 @@ from manualpar.layers.moe.experts import Experts
 from manualpar.models.classifier import Classifier
 from manualpar.models.layer_config import Attention, Latent, Mlp, Norm, Scales, Split
 from manualpar.models.rotary import Rotary, RotaryScaling
-from manualpar.models.transformer import Transformer
-from manualpar.models.transformer_fields import flops_per_token
+from manualpar.models.transformer import Transformer, flops_per_token
 
 __all__ = [
     "Attention",

@@ -6,12 +6,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.layers import SplitDense
 from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.kinds import ATTENTION_KINDS, AttentionKind
@@ -24,7 +25,7 @@ from manualpar.layers.field_groups import (
     refuse_unknown,
 )
 from manualpar.layers.moe.experts import Experts
-from manualpar.layers.ring_chunks import LAYER_OVERLAPS, LayerOverlap
+from manualpar.layers.ring import LAYER_OVERLAPS, LayerOverlap
 from manualpar.models.rotary import NO_ROTARY, Rotary
 
 # The activation functions for the gates of the MLP.
@@ -38,7 +39,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Latent(FieldGroup):
-    """The sizes of multi-head latent attention, see `manualpar.models.latent_attention`.
+    """The sizes of multi-head latent attention, see `manualpar.models.transformer_layer`.
 
     The head size of the model is the size of queries and keys, with the rotated features.
 
@@ -318,3 +319,54 @@ class LayerConfig:
     experts: Experts = Experts()
     split: Split = Split()
     context: Context = Context()
+
+
+# -------------------------------------------------------------------------------------------------
+# Products of layers that may be split over a mesh axis, and the names of their dims.
+
+
+# The logical names of the dims that are split over the axis.
+SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
+
+DimNames = tuple[str | None, ...]
+
+
+def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
+    """Adds the names of a parameter's dims to its initializer if `annotate` is set."""
+    return nn.with_logical_partitioning(init, dim_names) if annotate else init
+
+
+def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
+    """Returns `axis` for each dim name that layers split, and `None` for all other dims."""
+    return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
+
+
+def make_product(
+    config: LayerConfig,
+    shape: tuple[int, ...],
+    dim_names: DimNames,
+    *,
+    contracted: int = 1,
+    scale: float = 1.0,
+    use_bias: bool = False,
+    name: str,
+) -> SplitDense:
+    """Makes a `SplitDense` layer; the variance of its initial weights is `scale**2 / inputs`."""
+    dims, names = range(len(shape)), split_dims(dim_names, config.split.axis)
+    is_row = any(names[:contracted])
+    init = nn.initializers.variance_scaling(
+        scale**2, "fan_in", "normal", dims[:contracted], dims[contracted:]
+    )
+    return SplitDense(
+        shape,
+        names,
+        contracted,
+        use_bias=use_bias,
+        kernel_init=marked(init, dim_names, annotate=config.annotate),
+        bias_init=marked(nn.initializers.zeros, dim_names[contracted:], annotate=config.annotate),
+        dtype=config.dtype,
+        sequence_dim=config.split.sequence_dim if is_row else None,
+        overlap=config.split.overlap if is_row else "none",
+        shared="kv_heads" in dim_names,
+        name=name,
+    )

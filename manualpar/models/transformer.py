@@ -21,21 +21,26 @@ Positions count from the beginning of the sequence, not of a document, because a
 only on differences of positions.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.typing import In
 from jax.typing import DTypeLike
 
 from manualpar.layers import enter, split, split_lookup
+from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.attention.context import Context
-from manualpar.layers.attention.key_value_cache import Past, Prompts
+from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
 from manualpar.layers.boundaries import bound_axes
-from manualpar.layers.field_groups import config_field
+from manualpar.layers.field_groups import config_field, refuse, refuse_unknown
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.moe.experts import Experts
+from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES
 from manualpar.models.flat_fields import understand_flat_names
 from manualpar.models.layer_config import (
     ACTIVATIONS,
@@ -46,18 +51,510 @@ from manualpar.models.layer_config import (
     Norm,
     Scales,
     Split,
+    marked,
+    split_dims,
 )
-from manualpar.models.layer_parts import marked, split_dims
-from manualpar.models.layer_stack import REMAT_POLICIES, Angles, run_layers
-from manualpar.models.rotary import Rotary, rotary_angles
-from manualpar.models.transformer_fields import (
-    check_transformer,
-    size_of_head,
-    size_of_rotation,
-    size_of_vocabulary,
-    tokens_and_documents,
-)
-from manualpar.models.transformer_layer import normalize
+from manualpar.models.rotary import NO_SCALING, Rotary, rotary_angles
+from manualpar.models.transformer_layer import Layer, normalize
+
+# -------------------------------------------------------------------------------------------------
+# Runs the layers of a `Transformer`: unrolled (*written out*), or one layer in an `nn.scan` loop.
+#
+# Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150), in groups of
+# `global_every` layers. The last layer of a group is *global* and sees all positions. The other
+# layers are *local* and see a window or a chunk. Or only the last of `experts.every` layers has
+# experts. A loop then runs over groups. In a model with experts, the first `dense_layers` layers
+# have an MLP in place of experts, and come before the loop.
+#
+# Invariants: layer `i` has the same parameters whether layers are written out or scanned, see
+# `layer_place`. Remat recomputes single layers, not groups.
+#
+# Symbols: `B` examples, `S` positions, `D` hidden features, `H` features of a head, `L` layers.
+
+
+# Remat policy -> the values that a layer saves for its backward pass. `dots` saves the results of
+# products with weights. It does not save the scores of attention, which are the largest arrays: the
+# product of queries and keys has batch dimensions. `dots` and `full` also save the result of
+# attention, so that it need not be recomputed from scores.
+_KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
+REMAT_POLICIES: dict[str, Callable[..., bool]] = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _KEPT
+    ),
+    "full": _KEPT,
+}
+
+
+class Angles(NamedTuple):
+    """The angles of rotary positions of the two kinds of layers, see `rotary_angles`.
+
+    Both are `float32[S, H/2]`; `float32[B, S, H/2]` if each sequence has positions of its own; or
+    `None` if the layers are not rotated.
+    """
+
+    of_global: jax.Array | None
+    of_local: jax.Array | None
+
+
+class LayerPlace(NamedTuple):
+    """Where the parameters of a layer are.
+
+    Attributes:
+      path: The names of the modules that contain the parameters.
+      entry: The layer's entry in dim 0 of each leaf; `None` if the leaves belong to this layer
+        only.
+    """
+
+    path: tuple[str, ...]
+    entry: int | None
+
+
+def size_of_group(attention: Attention, experts: Experts) -> int:
+    """Returns the length of the groups of layers that a loop runs over; 1 if layers are alike."""
+    return math.lcm(max(attention.global_every, 1), experts.every)
+
+
+def is_global(layer: int, global_every: int) -> bool:
+    """Returns whether a layer sees all positions, in a model whose other layers see a window."""
+    return bool(global_every) and (layer + 1) % global_every == 0
+
+
+def layer_place(model: "Transformer", layer: int) -> LayerPlace:
+    """Locates the parameters of layer `layer` of a model, counted from 0.
+
+    The parameters are in `layer_{i}` if layers are written out, and in an entry of `layers` if
+    layers are scanned. With two kinds of layers, `layers/layer_{j}` has layer `j` of every group.
+    Remaining layers that do not fill a group come after the scan and are written out. Dense layers
+    come before the scan and are written out too.
+    """
+    if layer not in scanned_layers(model):
+        return LayerPlace((f"layer_{layer}",), None)
+    size = size_of_group(model.attention, model.experts)
+    group, index = divmod(layer - model.experts.dense_layers, size)
+    inner = (f"layer_{index}",) if size > 1 else ()
+    return LayerPlace(("layers", *inner), group)
+
+
+def scanned_layers(model: "Transformer") -> range:
+    """Returns the numbers of the layers in the `nn.scan` loop; empty if all are written out."""
+    if not model.scan_layers:
+        return range(0)
+    size, dense = size_of_group(model.attention, model.experts), model.experts.dense_layers
+    number = (model.num_layers - dense) // size * size
+    return range(dense, dense + number)
+
+
+class LayerGroup(nn.Module):
+    """A group of layers of several kinds, such as local layers, and a global layer at the end.
+
+    Attributes:
+      config: The config of all layers, from which the config of each kind is made.
+      remat: See `REMAT_POLICIES`.
+    """
+
+    config: LayerConfig
+    remat: str
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        angles: Angles,
+        document_BS: jax.Array | None,
+        rows: Prompts | Past | None = None,
+    ) -> tuple[jax.Array, None]:
+        """Runs the layers of a group; see `Layer`."""
+        layer = _layer_class(self.remat, in_loop=True)
+        for index in range(size_of_group(self.config.attention, self.config.experts)):
+            config, angles_SH = _of_kind(self.config, angles, index)
+            x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS, rows)
+        return x_BSD, None
+
+
+def run_layers(
+    model: "Transformer",
+    config: LayerConfig,
+    x_BSD: jax.Array,
+    angles: Angles,
+    document_BS: jax.Array | None,
+    rows: Prompts | Past | None = None,
+) -> jax.Array:
+    """Runs all layers, which become submodules of the calling module.
+
+    Args:
+      model: The model that has the layers.
+      config: The layers' config; the local layers' config if there are two kinds.
+      x_BSD: The residual stream, see `Layer`.
+      angles: The angles of both kinds; all layers use `of_global` if there is only one kind.
+      document_BS: See `Layer`.
+      rows: See `Transformer`.
+
+    Returns:
+      The residual stream, of the shape of `x_BSD`.
+
+    Communication:
+      The communication of the layers.
+    """
+    in_loop = scanned_layers(model)
+    written_out = _layer_class(model.remat, in_loop=False)
+
+    def run(x_BSD: jax.Array, layers: range) -> jax.Array:
+        for index in layers:
+            own_config, angles_SH = _of_kind(config, angles, index)
+            layer = written_out(own_config, name=f"layer_{index}")
+            x_BSD, _ = layer(x_BSD, angles_SH, document_BS, rows)
+        return x_BSD
+
+    x_BSD = run(x_BSD, range(in_loop.start))
+    if in_loop:
+        x_BSD = _run_loop(model, config, x_BSD, angles, document_BS, rows)
+    return run(x_BSD, range(in_loop.stop, model.num_layers))
+
+
+def _run_loop(
+    model: "Transformer",
+    config: LayerConfig,
+    x_BSD: jax.Array,
+    angles: Angles,
+    document_BS: jax.Array | None,
+    rows: Prompts | Past | None,
+) -> jax.Array:
+    size = size_of_group(config.attention, config.experts)
+    layer: Any = _layer_class(model.remat, in_loop=True)
+    # The loop begins after the dense layers at the beginning.
+    inside: dict[str, Any] = {"dense_layers": 0}
+    if config.experts.every == 1:
+        inside["dense_mlp_size"] = 0
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, **inside))
+    arguments: tuple[Any, ...] = (config,)
+    if size > 1:
+        layer, arguments = LayerGroup, (config, model.remat)
+    variable_axes: dict[Any, Any] = {"params": 0}
+    if rows is not None:
+        variable_axes |= {CACHE: 0, NEW_KEYS: 0}
+    if config.experts.num_experts:
+        variable_axes |= {LOSSES: 0, COUNTS: 0}
+    if config.experts.router_bias:
+        # Layers only read the bias. If the loop returned the bias, layers would seem to change it.
+        variable_axes[BIAS] = 0 if model.is_initializing() else In(0)
+    layers = nn.scan(
+        layer,
+        variable_axes=variable_axes,
+        split_rngs={"params": True, "dropout": True},
+        in_axes=nn.broadcast,
+        length=len(scanned_layers(model)) // size,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    of_all: Any = angles if size > 1 else angles.of_global
+    x_BSD, _ = layers(*arguments, name="layers")(x_BSD, of_all, document_BS, rows)
+    return x_BSD
+
+
+def _layer_class(remat: str, *, in_loop: bool) -> Any:
+    if remat == "none":
+        return Layer
+    # In a loop XLA cannot merge a recomputation with the first computation, so no barrier is
+    # needed.
+    return nn.remat(Layer, policy=REMAT_POLICIES[remat], prevent_cse=not in_loop)
+
+
+def _of_kind(
+    config: LayerConfig, angles: Angles, layer: int
+) -> tuple[LayerConfig, jax.Array | None]:
+    """Returns the config and the angles of the layer with index `layer`."""
+    if config.experts.num_experts and not config.experts.in_layer(layer):
+        mlp_size = config.experts.dense_mlp_size or config.mlp_size
+        config = dataclasses.replace(config, experts=Experts(), mlp_size=mlp_size)
+    how = config.attention
+    if not how.global_every:
+        return config, angles.of_global
+    if is_global(layer, how.global_every):
+        of_local: dict[str, Any] = {"window": 0, "chunk": 0, "global_every": 0}
+        seeing_all = dataclasses.replace(how, unrotated_global=False, **of_local)
+        return dataclasses.replace(config, attention=seeing_all), angles.of_global
+    if how.unrotated_global or config.rotary.scales_local:
+        return config, angles.of_local
+    unscaled = dataclasses.replace(config.rotary, scaling=NO_SCALING)
+    return dataclasses.replace(config, rotary=unscaled), angles.of_local
+
+
+# -------------------------------------------------------------------------------------------------
+# Sizes, operation counts and checks that follow from the fields of a `Transformer`.
+#
+# Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `H` features of a
+# head, `V` rows of the embedding, `L` layers.
+
+
+def size_of_head(model: "Transformer") -> int:
+    """Returns the features of a head, `H`."""
+    return model.head_size or model.hidden_size // model.num_heads
+
+
+def size_of_rotation(model: "Transformer") -> int:
+    """Returns the features of a head that are rotated."""
+    return model.attention.latent.rotary_size or size_of_head(model)
+
+
+def size_of_value(model: "Transformer") -> int:
+    """Returns the features of a head's value."""
+    return model.attention.latent.value_size or size_of_head(model)
+
+
+def attention_weights(model: "Transformer") -> int:
+    """Counts the weights of a layer's attention that multiply each token."""
+    D, N, H, V = model.hidden_size, model.num_heads, size_of_head(model), size_of_value(model)
+    latent = model.attention.latent
+    if not latent.rank:
+        return 2 * D * H * (N + (model.num_kv_heads or N))  # Query and out; key and value.
+    query = latent.query_rank * (D + N * H) if latent.query_rank else D * N * H
+    of_keys = latent.rank * N * (H - latent.rotary_size + V)
+    return query + D * (latent.rank + latent.rotary_size) + of_keys + N * V * D
+
+
+def size_of_vocabulary(model: "Transformer") -> int:
+    """Returns the rows of the embedding, `V`: a multiple of `vocab_multiple`."""
+    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
+
+
+def window_of(model: "Transformer", layer: int) -> int:
+    """Returns how many positions a query in layer `layer` sees at most; 0 for all."""
+    attention = model.attention
+    return 0 if is_global(layer, attention.global_every) else attention.window or attention.chunk
+
+
+def layers_by_window(model: "Transformer") -> tuple[tuple[int, int], ...]:
+    """Counts the layers of each kind: pairs of a window (see `window_of`) and a layer count."""
+    every = model.attention.global_every
+    of_global = model.num_layers // every if every else 0
+    of_local = model.attention.window or model.attention.chunk
+    return (of_local, model.num_layers - of_global), (0, of_global)
+
+
+def layers_with_experts(model: "Transformer") -> int:
+    """Counts the layers that have experts."""
+    return sum(map(model.experts.in_layer, range(model.num_layers)))
+
+
+def flops_per_token(model: "Transformer", sequence_length: int) -> int:
+    """Counts the floating point operations of training on a token, for MFU.
+
+    The count follows appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P`
+    for the `P` weights that a token is multiplied with, and `12 L N H S` for attention's two
+    products of every query with every key (`6 L N (H + H') S` if a value has `H'` features).
+    Recomputation does not count. Scores hidden by a causal mask or by document borders count as if
+    they were computed. The experts that a token chooses count, even if they have no room for the
+    token. Shared experts count too. Norms, softmax and the lookup of embeddings do not count.
+
+    Args:
+      model: The model.
+      sequence_length: Positions of a sequence; `S` is this number, or a layer's window or chunk if
+        that is smaller.
+
+    Returns:
+      Multiplications and additions of one token's forward and backward pass.
+
+    Raises:
+      ValueError: A field of the model is out of range.
+    """
+    check_transformer(model)
+    size = size_of_head(model)
+    experts, mlp = model.experts, (3 if model.mlp.gated else 2) * model.mlp_size
+    dense = 3 * (experts.dense_mlp_size or model.mlp_size)
+    if experts.num_experts:
+        mlp = experts.top_k * mlp + experts.num_experts
+        mlp += 3 * experts.shared_size + experts.shared_is_gated
+    sparse = layers_with_experts(model) if experts.num_experts else model.num_layers
+    mlps = (model.num_layers - sparse) * dense + sparse * mlp
+    weights = model.hidden_size * (mlps + size_of_vocabulary(model))
+    weights += model.num_layers * attention_weights(model)
+    kinds = layers_by_window(model)
+    seen = sum(layers * min(sequence_length, window or sequence_length) for window, layers in kinds)
+    return 6 * weights + 6 * model.num_heads * (size + size_of_value(model)) * seen
+
+
+def check_transformer(model: "Transformer") -> None:
+    """Refuses, with a ValueError, fields that are out of range or do not fit each other."""
+    sizes = ("vocab_size", "vocab_multiple", "num_layers", "hidden_size", "num_heads", "mlp_size")
+    for field in sizes:
+        if getattr(model, field) < 1:
+            refuse(model, field, "at least 1")
+    if not model.head_size and model.hidden_size % model.num_heads:
+        refuse(model, "hidden_size", f"a multiple of num_heads={model.num_heads}, or set head_size")
+    if model.head_size < 0 or size_of_head(model) % 2:
+        given = "" if model.head_size else f" (hidden_size // num_heads is {size_of_head(model)})"
+        refuse(model, "head_size", f"an even number: features are rotated in pairs{given}")
+    if model.num_kv_heads < 0 or model.num_heads % (model.num_kv_heads or 1):
+        refuse(
+            model,
+            "num_kv_heads",
+            f"a divisor of num_heads={model.num_heads}, or 0 for the same number",
+        )
+    for field in ("dropout_rate", "label_smoothing"):
+        if not 0 <= getattr(model, field) < 1:
+            refuse(model, field, "from 0 to less than 1")
+    if not model.logit_soft_cap >= 0:
+        refuse(model, "logit_soft_cap", "more than 0, such as 30, or 0 for none")
+    if not model.z_loss >= 0:
+        refuse(model, "z_loss", "0 for none, or more, such as 1e-4")
+    if not -1 <= model.bos_token < model.vocab_size:
+        refuse(model, "bos_token", f"less than vocab_size={model.vocab_size}, or -1 for none")
+    refuse_unknown(model, "activation", tuple(ACTIVATIONS))
+    refuse_unknown(model, "remat", tuple(REMAT_POLICIES))
+    if not jnp.issubdtype(jnp.dtype(model.dtype), jnp.floating):
+        refuse(model, "dtype", "a floating dtype such as 'bfloat16'")
+    _check_groups(model)
+
+
+def _check_groups(model: "Transformer") -> None:
+    """Refuses groups that do not fit the model, or each other."""
+    attention, experts, split, context = model.attention, model.experts, model.split, model.context
+
+    latent = attention.latent
+
+    def refuse_in(group: str, field: str, expected: str) -> None:
+        value = getattr(getattr(model, group), field)
+        raise ValueError(f"Transformer: {group}.{field} is {value!r}, expected {expected}.")
+
+    if experts.num_experts and model.activation != "silu":
+        refuse(model, "activation", "'silu' with experts, because experts support no other")
+    if experts.num_experts and model.mlp != Mlp():
+        refuse(model, "mlp", "Mlp() with experts, which support no other")
+    if (experts.num_experts or latent.rank) and not model.norm.pre:
+        refuse_in("norm", "pre", "True with experts or attention.latent")
+    if latent.rank and model.norm.shared:
+        refuse_in("norm", "shared", "False with attention.latent")
+    if model.norm.shared and not model.mlp.parallel:
+        refuse_in("norm", "shared", "False without mlp.parallel")
+    if model.rotary.learned and (attention.unrotated_global or model.rotary.features):
+        refuse_in("rotary", "learned", "0 with rotary.features or attention.unrotated_global")
+    if latent.rank and (model.rotary.learned or model.rotary.features):
+        field = "learned" if model.rotary.learned else "features"
+        refuse_in("rotary", field, "0 with attention.latent, whose rotary_size is rotated")
+    if latent.rank and attention.unrotated_global:
+        refuse_in("attention", "unrotated_global", "False with attention.latent")
+    if attention.score_growth and not attention.unrotated_global:
+        refuse_in("attention", "score_growth", "0 without attention.unrotated_global")
+    if attention.rotated_norm and model.rotary.learned:
+        refuse_in("attention", "rotated_norm", "False with rotary.learned, without rotations")
+    if model.rotary.local_base and attention.unrotated_global:
+        refuse_in("rotary", "local_base", "0 with attention.unrotated_global")
+    if attention.wide_query_key_norm and (model.norm.kind == "layer" or model.norm.offset):
+        refuse_in("attention", "wide_query_key_norm", "False with this norm: it is an RMSNorm")
+    if split.axis and model.annotate:
+        refuse(
+            model,
+            "annotate",
+            f"False with split.axis={split.axis!r}: logical axis rules choose how parameters "
+            "are stored, but split.axis fixes how split parameters are stored",
+        )
+    if latent.rank:
+        if model.num_kv_heads not in (0, model.num_heads):
+            expected = f"num_heads={model.num_heads}, or 0"
+            refuse(model, "num_kv_heads", expected)
+        if size_of_head(model) <= latent.rotary_size:
+            expected = f"more than attention.latent.rotary_size={latent.rotary_size}"
+            refuse(model, "head_size", expected)
+        if split.overlap != "none":
+            refuse_in("split", "overlap", "'none' with attention.latent")
+    if context.axis and context.axis == split.axis:
+        refuse_in("context", "axis", f"another axis than split.axis={split.axis!r}")
+    if model.rotary.local_base and not attention.global_every:
+        refuse_in("rotary", "local_base", "0 without attention.global_every")
+    rotary, scaling = model.rotary, model.rotary.scaling
+    if rotary.features > size_of_head(model):
+        refuse_in("rotary", "features", f"at most the {size_of_head(model)} features of a head")
+    pairs = (rotary.features or size_of_head(model)) // 2
+    for factors in (scaling.short_factors, scaling.long_factors):
+        if factors and len(factors) != pairs:
+            refuse_in("rotary", "scaling", f"a factor for each of {pairs} pairs")
+    if scaling.kind == "dynamic" and pairs < 2:
+        refuse_in("rotary", "scaling", "no 'dynamic' scaling of a single pair of features")
+    computes_blocks = context.axis and context.how in ("ring", "gather")
+    if computes_blocks and attention.kind not in ("", "blockwise"):
+        refuse_in("attention", "kind", f"'' or 'blockwise' with context.how={context.how!r}")
+    if not 0 <= experts.dense_layers < model.num_layers:
+        expected = f"less than num_layers={model.num_layers}, or 0 for none"
+        refuse_in("experts", "dense_layers", expected)
+    if experts.dense_layers % (size := size_of_group(attention, experts)):
+        expected = f"a multiple of {size} (attention.global_every={attention.global_every}, "
+        expected += f"experts.every={experts.every}), whole groups"
+        refuse_in("experts", "dense_layers", expected)
+    if experts.num_experts and not layers_with_experts(model):
+        refuse_in("experts", "every", f"up to num_layers={model.num_layers}")
+
+
+def heads_of_device(model: "Transformer", sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Returns how many query heads and key heads a device has on mesh axes of these sizes."""
+    parts = sizes.get(model.split.axis or "", 1)
+    # If there are fewer heads than devices, devices share heads.
+    queries, keys = model.num_heads, model.num_kv_heads or model.num_heads
+    return max(queries // parts, 1), max(keys // parts, 1)
+
+
+def context_on(model: "Transformer", sizes: Mapping[str, int], platform: str) -> Context:
+    """Returns a model's context on devices, with the communication that `"auto"` stands for.
+
+    Args:
+      model: The model.
+      sizes: The sizes of the mesh axes.
+      platform: The platform of the devices, such as `"gpu"`; `""` if it is not known.
+    """
+    devices = sizes.get(model.context.axis or "", 1)
+    return model.context.on_platform(platform, devices, *heads_of_device(model, sizes))
+
+
+def check_lengths(model: "Transformer", prompts: Iterable[int], max_tokens: int) -> None:
+    """Refuses answers of `max_tokens` tokens whose positions the model cannot represent.
+
+    Args:
+      model: The model.
+      prompts: The number of tokens of each prompt.
+      max_tokens: The most tokens of an answer.
+
+    Raises:
+      ValueError: An answer is longer than the table of learned positions. Or the kind of scaling is
+        `"longrope"`, and an answer crosses the original length: the keys that are kept have been
+        rotated by the factors of short sequences.
+    """
+    rotary, scaling = model.rotary, model.rotary.scaling
+    for index, length in enumerate(prompts):
+        longest = length + max_tokens - 1  # The last token of an answer is no input.
+        if rotary.learned and longest > rotary.learned:
+            most = f"rotary.learned={rotary.learned}, the length of the table of positions"
+        elif scaling.kind == "longrope" and length <= scaling.original_length < longest:
+            most = f"rotary.scaling.original_length={scaling.original_length} (or a longer prompt)"
+        else:
+            continue
+        raise ValueError(
+            f"generate: prompt {index} has {length} tokens and max_tokens is {max_tokens}, "
+            f"expected at most {most}, of both together."
+        )
+
+
+def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the tokens and the documents of packed inputs.
+
+    Raises:
+      ValueError: The inputs have other names, or their arrays do not fit each other.
+    """
+    if set(inputs) != {"tokens", "documents"}:
+        raise ValueError(
+            f"Transformer: inputs have {', '.join(sorted(inputs)) or 'nothing'}, expected 'tokens' "
+            "and 'documents', or only the array of tokens."
+        )
+    tokens, documents = inputs["tokens"], inputs["documents"]
+    is_integer = jnp.issubdtype(documents.dtype, jnp.integer)
+    if not is_integer or documents.shape != tokens.shape:
+        raise ValueError(
+            f"Transformer: documents are {documents.dtype}{list(documents.shape)}, expected "
+            f"integers {list(tokens.shape)}, one for each token."
+        )
+    return tokens, documents
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 # The dtypes that a config may have.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -78,7 +575,7 @@ class Transformer(nn.Module):
     model add `attention/query/bias` `[N, H]`, `attention/key/bias` and `attention/value/bias`
     `[K, H]`; `attention/out/bias` `[D]`; `attention/sinks` `[N]`; `attention/query_norm/scale` and
     `attention/key_norm/scale` `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`.
-    Scanned layers of two kinds form groups, see `manualpar.models.layer_stack`.
+    Scanned layers of two kinds form groups, see `manualpar.models.transformer`.
 
     Initial weights are normally distributed with variance 1 / inputs. For weights whose product is
     added to the residual stream, the variance is divided by 2 L, so that the stream does not grow

@@ -13,6 +13,7 @@ from manualpar.core.mesh.mesh import platform_of
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import CAST_SCOPE, CONTEXT_SCOPE
 from manualpar.inspect.communication import Collective
+from manualpar.inspect.expected_bytes import PipelineForm
 from manualpar.inspect.layer_formulas import (
     LayerActivations,
     attention_collectives,
@@ -26,14 +27,14 @@ from manualpar.inspect.layer_formulas import (
     router_collectives,
     routing_collectives,
 )
-from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.moe.moe import MoE, capacity_of
-from manualpar.models.layer_stack import scanned_layers, size_of_group
-from manualpar.models.transformer import Transformer
-from manualpar.models.transformer_fields import (
+from manualpar.models.transformer import (
+    Transformer,
     context_on,
     heads_of_device,
     layers_with_experts,
+    scanned_layers,
+    size_of_group,
     size_of_head,
     size_of_value,
 )

@@ -4,7 +4,7 @@ The compiler is in the wheel of JAX's CUDA plugin, and needs no GPU, no driver a
 of NVIDIA: a description of the chip replaces the GPU (`manualpar.planner.gpu_targets`).
 `manualpar.planner.compiler_process` runs the compiler.
 
-The worker traces attention for the planned chip (`manualpar.planner.traced_kernels`). Calls of
+The worker traces attention for the planned chip (`manualpar.planner.compiler_worker`). Calls of
 cuDNN's kernels stay calls in the compiled program, so cuDNN is not needed.
 """
 

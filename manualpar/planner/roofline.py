@@ -16,7 +16,7 @@ waits for them. The steps of a ring of permutations are hidden like gathers. Col
 model are exposed: they reduce complete gradients, gather ZeRO's new parameters, or sum metrics.
 
 The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
-(`manualpar.layers.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as the
+(`manualpar.layers.pipeline.schedules.Table.tick_times`). In each part of a tick, such as the
 forward pass of a chunk of layers, collectives are hidden as in a pass. Compute and collectives are
 means over the stages, and the rest of the ticks' time is the *bubble*. At the end of a tick, stages
 send activations and gradients to their neighbours; this *hop* is exposed.
@@ -33,9 +33,8 @@ import numpy as np
 
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect.communication import grouped, summed
-from manualpar.inspect.flops import Product
-from manualpar.inspect.tick_parts import ROWS
-from manualpar.layers.pipeline.schedule_table import Costs
+from manualpar.inspect.flops import ROWS, Product
+from manualpar.layers.pipeline.schedules import Costs
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.step_work import PipelineWork, StepWork

@@ -27,22 +27,19 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.compiler_options import Overlap
-from manualpar.core.mesh.mesh import platform_of
-from manualpar.core.mesh.mesh_order import in_order
+from manualpar.core.mesh.mesh import in_order, platform_of
 from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.program import Program
 from manualpar.core.summary import Summarized
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.inspect import state_bytes, trace_outer_steps
-from manualpar.inspect.communication import Collective, read_stage, summed
-from manualpar.inspect.equations import Around
-from manualpar.inspect.flops import Product, TrafficReader
+from manualpar.inspect.communication import Around, Collective, read_stage, summed
+from manualpar.inspect.flops import Product, TickParts, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
-from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.attention.kinds import best_kind
 from manualpar.models import Transformer
-from manualpar.models.transformer_fields import context_on, heads_of_device, size_of_head
+from manualpar.models.transformer import context_on, heads_of_device, size_of_head
 from manualpar.planner.hardware import Chip
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import CONTEXT_AXIS

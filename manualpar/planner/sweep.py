@@ -21,12 +21,6 @@ import ml_collections
 import optax
 
 from manualpar.models import Transformer
-from manualpar.planner.candidate_meshes import (
-    MINOR_AXIS,
-    data_meshes,
-    mesh_like,
-    meshes_with,
-)
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import (
@@ -36,7 +30,14 @@ from manualpar.planner.step_work import (
     with_gather_dtype,
     with_minibatches,
 )
-from manualpar.planner.topology import Topology, topology_of_size
+from manualpar.planner.topology import (
+    MINOR_AXIS,
+    Topology,
+    data_meshes,
+    mesh_like,
+    meshes_with,
+    topology_of_size,
+)
 from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import build_experiment
 from manualpar.training.monitoring.throughput import Throughput

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from manualpar.core.mesh.compiler_options import KEEPING_SCATTERS, Overlap, choose_options
-from manualpar.core.tracing.scopes import PIPELINE_SCOPE
-from manualpar.core.tracing.tick_scopes import innermost_ticks
+from manualpar.core.tracing.scopes import PIPELINE_SCOPE, innermost_ticks
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.scope_parsing import LAYER_SCOPES

@@ -11,7 +11,7 @@ import ml_collections
 
 from manualpar.core.mesh.mesh import AnyDevices
 from manualpar.models import Transformer
-from manualpar.models.transformer_fields import flops_per_token
+from manualpar.models.transformer import flops_per_token
 from manualpar.training.config import check_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.task import Task, make_task

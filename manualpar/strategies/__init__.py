@@ -5,14 +5,16 @@ adds an outer optimizer to one of these strategies.
 """
 
 from manualpar.strategies import data_parallel, fsdp, hsdp, zero
-from manualpar.strategies.diloco import config as diloco_config
-from manualpar.strategies.fields import (
+from manualpar.strategies.diloco import builder as diloco_config
+from manualpar.strategies.registry import (
     PARAMETER_SHARDING_FIELDS,
     REPLICATED_SHARDING_FIELDS,
     STATE_SHARDING_FIELDS,
     Field,
+    StrategyKind,
+    register,
+    strategy_kinds,
 )
-from manualpar.strategies.registry import StrategyKind, register, strategy_kinds
 
 __all__ = [
     "BUILT_IN",

@@ -9,7 +9,7 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import ProgramOptions, lists_options
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.shard_rules import replicate
+from manualpar.core.parameters.placement import replicate
 from manualpar.core.program.program import Program, build_program
 from manualpar.strategies.shared_options import has_one_pass
 

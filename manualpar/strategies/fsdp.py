@@ -9,7 +9,7 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import lists_options
 from manualpar.core.modes.strategy import CommCounts, Every, Strategy
-from manualpar.core.parameters.shard_rules import shard_one_dim
+from manualpar.core.parameters.placement import shard_one_dim
 from manualpar.core.program.program import Program
 from manualpar.strategies.shared_options import (
     PARAMETER_SHARDING,

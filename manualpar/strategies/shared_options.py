@@ -8,16 +8,17 @@ import optax
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.option_table import (
+from manualpar.core.model.options import (
+    PROGRAM_OPTIONS,
     Option,
     OptionTable,
+    ProgramOptions,
     check_options,
     option_table,
     with_defaults,
 )
-from manualpar.core.model.options import PROGRAM_OPTIONS, ProgramOptions
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.shard_rules import check_named
+from manualpar.core.parameters.placement import check_named
 from manualpar.core.program.program import Program, build_checked
 
 ReplicaMean = Literal["step", "backward"]

@@ -9,19 +9,18 @@ docstring.
 from collections.abc import Mapping
 
 from manualpar.core.mesh.compiler_options import OVERLAPS
-from manualpar.core.model.option_table import first_sentences
-from manualpar.core.model.options import PROGRAM_OPTIONS
+from manualpar.core.model.options import PROGRAM_OPTIONS, first_sentences
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES, load_dataset
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS, Context
 from manualpar.layers.field_groups import LARGEST_FLOAT, MOST_WRITTEN_OUT, config_fields
 from manualpar.layers.pipeline.stages import KEEPS, SCHEDULES, Pipeline
-from manualpar.layers.ring_chunks import LAYER_OVERLAPS
+from manualpar.layers.ring import LAYER_OVERLAPS
 from manualpar.models.classifier import Classifier
 from manualpar.models.generation.drawing import Drawing
 from manualpar.models.transformer import DTYPES, Transformer
 from manualpar.strategies import BUILT_IN, Field
-from manualpar.strategies.fields import fields_of_options, with_meanings
+from manualpar.strategies.registry import fields_of_options, with_meanings
 from manualpar.training.monitoring.trackers import TRACKERS
 
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")

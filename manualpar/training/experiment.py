@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -18,24 +19,30 @@ from manualpar.core.mesh.compiler_options import (
     choose_options,
     keep_if_known,
 )
-from manualpar.core.mesh.mesh import AnyDevices, mesh_of
-from manualpar.core.mesh.mesh_order import count_hosts
+from manualpar.core.mesh.mesh import AnyDevices, count_hosts, mesh_of
+from manualpar.core.model.carried_collections import CarryingApply
+from manualpar.core.model.interface import interface_of
 from manualpar.core.model.options import PROGRAM_OPTIONS
+from manualpar.core.model.trace_model import init_variables
+from manualpar.core.parameters.placement import strip_boxes
+from manualpar.core.parameters.trainable import combine, is_trained
 from manualpar.core.program.parameter_average import params_ema
 from manualpar.core.program.program import Program
 from manualpar.core.summary import as_text, describe_fields
+from manualpar.core.trees import path_name
 from manualpar.data import abstract_batch
 from manualpar.errors import nearest
+from manualpar.inspect.flops import ProductReader
+from manualpar.inspect.scope_parsing import phase_of
 from manualpar.inspect.state_layout import ALL
 from manualpar.layers.pipeline import Pipeline
 from manualpar.models import Transformer
-from manualpar.models.transformer_fields import size_of_vocabulary
+from manualpar.models.transformer import size_of_vocabulary
 from manualpar.strategies import StrategyKind, strategy_kinds
-from manualpar.strategies.fields import fields_of_manual_mode, values_of_options
+from manualpar.strategies.registry import fields_of_manual_mode, values_of_options
 from manualpar.training.config import check_config, complete_config, flatten_config, is_own
 from manualpar.training.division import Division, EarlierDivision, divide_batch
 from manualpar.training.imported_model import fill_from_hf
-from manualpar.training.model_flops import flops_of_example
 from manualpar.training.monitoring.profiling import parse_profile
 from manualpar.training.optimizer import check_decay_mask, make_optimizer, make_schedule
 from manualpar.training.task import (
@@ -49,6 +56,80 @@ from manualpar.training.task import (
     make_task,
     splits_layers,
 )
+
+# -------------------------------------------------------------------------------------------------
+# Counts the model FLOPs per example of a training step, also if some parameters are frozen.
+#
+# A task counts the FLOPs of training all parameters of a model, in closed form. A step with frozen
+# parameters does not compute their gradients, nor the gradients of activations before the first
+# trained parameter. Adapters add matrix products. So the closed form is multiplied by a ratio: the
+# FLOPs of this step, divided by the FLOPs of a step that trains all parameters of the task's
+# model. Both are counted in steps traced on one device. Recomputation in the backward pass is not
+# counted.
+
+
+# Positions of arguments of the traced loss: the trained parameters and the batch.
+TRAINED, BATCH = 0, 1
+
+
+def flops_of_example(task: Task, model: Any, program: Program) -> float | None:
+    """Counts the FLOPs per example of a training step, without recomputation.
+
+    The result is `None` if the task does not know them.
+
+    Args:
+      task: The task of the run.
+      model: The task's model, with adapters if the run has any.
+      program: The program of `model`.
+    """
+    if task.flops_per_example is None or all(place.trainable for _, place in program.parameters):
+        return task.flops_per_example
+    some = _products(model, task, program, program.model.trainable)
+    # This also takes the gradient with respect to the batch, because the closed form counts the
+    # gradients of float inputs.
+    every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
+    return task.flops_per_example * float(some / every)
+
+
+def _products(
+    model: Any,
+    task: Task,
+    program: Program,
+    globs: tuple[str, ...],
+    *,
+    argnums: tuple[int, ...] = (TRAINED,),
+) -> Fraction:
+    """Counts the FLOPs of a step that computes gradients of the parameters that match `globs`.
+
+    The step is traced on one device. `argnums` are the positions of the loss's arguments for which
+    gradients are computed.
+    """
+    interface, batch = interface_of(model), program.abstract_batch
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params = jax.eval_shape(
+        lambda key: strip_boxes(init_variables(interface, key, batch)["params"]), key
+    )
+
+    def part(is_wanted: bool) -> Any:
+        def choose(path: Any, x: Any) -> Any:
+            return x if is_trained(path_name(path), globs) is is_wanted else optax.MaskedNode()
+
+        return jax.tree.map_with_path(choose, params)
+
+    def loss(trained: Any, batch: Any, frozen: Any, collections: Any, key: jax.Array) -> Any:
+        apply_fn = CarryingApply(interface, collections)
+        return task.loss_fn(combine((trained, frozen)), apply_fn, batch, key)[0]
+
+    collections = program.unpadded_state.collections
+    grads = jax.grad(loss, argnums=argnums, allow_int=True)
+    step = jax.make_jaxpr(grads)(part(True), batch, part(False), collections, key)
+    found = ProductReader("flops_of_example").read(step.jaxpr)
+    counted = (one.flops for one in found if phase_of(one.scope) != "recomputed")
+    return sum(counted, start=Fraction(0))
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 # `config.training.on_nonfinite` -> the program's option `nonfinite`. If the program reports a
 # non-finite loss or gradient, the training loop stops or rolls back.
@@ -388,7 +469,7 @@ def _check_stages_and_context(
 def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[str, int]:
     """Returns the sizes of the mesh axes, `DATA_AXES` first, because a config keeps no order.
 
-    Axes whose names `manualpar.core.mesh.mesh_order` does not know come last. There the links are
+    Axes whose names `manualpar.core.mesh.mesh` does not know come last. There the links are
     the fastest. `is_split` is true for a transformer, whose layers may be split over an axis.
     """
     sizes = parallel.mesh.to_dict()

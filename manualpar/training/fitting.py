@@ -18,8 +18,7 @@ from manualpar.system.cluster import Cluster, initialize
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, as_path
 from manualpar.training.agreed_facts import experiment_facts, run_facts
-from manualpar.training.config import OWN, complete_config, fields_of, flatten_config
-from manualpar.training.config_files import named_config
+from manualpar.training.config import OWN, complete_config, fields_of, flatten_config, named_config
 from manualpar.training.division import read_earlier
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import prepare

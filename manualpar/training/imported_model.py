@@ -18,9 +18,8 @@ from manualpar.errors import UsageError
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import nest_fields
 from manualpar.models.pretrained import load, load_peft, lora_of_peft, read_architecture
-from manualpar.models.pretrained.architecture import DEFAULTS
-from manualpar.models.pretrained.directory import model_directory
-from manualpar.models.pretrained.model_config import SAID
+from manualpar.models.pretrained.architecture import DEFAULTS, SAID
+from manualpar.models.pretrained.tensor_files import model_directory
 from manualpar.system.reports.tables import describe_bytes
 
 

@@ -28,9 +28,9 @@ from manualpar.errors import UsageError
 from manualpar.models import Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.models.pretrained import load_hf, load_peft, lora_of_peft, read_architecture
-from manualpar.models.pretrained.directory import model_directory
+from manualpar.models.pretrained.tensor_files import model_directory
 from manualpar.strategies import FSDP, strategy_kinds
-from manualpar.strategies.fields import fields_of_manual_mode
+from manualpar.strategies.registry import fields_of_manual_mode
 from manualpar.system.storage import AnyPath
 from manualpar.training.checkpoints import CheckpointError, Restored
 from manualpar.training.checkpoints.folders import open_folder

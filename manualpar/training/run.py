@@ -13,8 +13,7 @@ import ml_collections
 import rich.console
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
-from manualpar.core.mesh.devices import describe_mesh
-from manualpar.core.mesh.mesh_order import describe_links
+from manualpar.core.mesh.mesh import describe_links, describe_mesh
 from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
@@ -40,7 +39,7 @@ from manualpar.training.monitoring.profiling import StepProfiler, parse_profile
 from manualpar.training.monitoring.progress import TrainingProgress
 from manualpar.training.monitoring.report import write_report
 from manualpar.training.monitoring.run_files import METRICS_FILE, PLACED_FILES, RunWriter
-from manualpar.training.monitoring.run_times import (
+from manualpar.training.monitoring.run_record import (
     COMPILING,
     RESTORING,
     TIMES_FILE,
@@ -55,11 +54,11 @@ from manualpar.training.workdir import (
     FOLDER,
     START,
     check_folder,
+    lock_workdir,
     open_checkpoints,
     position_of,
     restore,
 )
-from manualpar.training.workdir_lock import lock_workdir
 
 # Files in a workdir whose paths begin with these strings are not copied to a bucket as results.
 NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/", "wandb/")

@@ -4,7 +4,10 @@ The model is the model of `config.model` without LoRA and int8 weights. `fine_tu
 """
 
 import dataclasses
+import importlib
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,13 +37,47 @@ from manualpar.models.cross_entropy import (
     mixture_of_experts_loss,
 )
 from manualpar.models.finetuning.lora import lora
-from manualpar.models.finetuning.quantized import quantized
-from manualpar.models.finetuning.stored_codes import Code
+from manualpar.models.finetuning.quantized import Code, quantized
 from manualpar.models.flat_fields import nest_fields
-from manualpar.models.generation.sampling import sample_tokens
-from manualpar.models.transformer_fields import flops_per_token
+from manualpar.models.generation.drawing import sample_tokens
+from manualpar.models.transformer import flops_per_token
 from manualpar.training.config import OWN, complete_config, is_own
-from manualpar.training.named_function import find_function
+
+# -------------------------------------------------------------------------------------------------
+# Imports a function of a user that a config names, as `module:function`.
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """Imports the function `module:function` of `config.model.name`.
+
+    The current folder is searched too, but last.
+
+    Raises:
+      ValueError: There is no such module or function.
+    """
+    module_name, _, function_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0]:
+            raise
+        raise ValueError(
+            f"config.model.name is {name!r}, and there is no module {error.name!r} beside the "
+            f"config, in {os.getcwd()} or in Python's path; run the command in its folder."
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(
+            f"config.model.name is {name!r}, and {module.__file__} has no function "
+            f"{function_name!r}, expected one that takes the config and returns a Task."
+        )
+    return function
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 # For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6

@@ -26,10 +26,10 @@ from manualpar.system.cluster.agreement import gather_in_first
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.experiment import Experiment
 from manualpar.training.hooks import Hooks
-from manualpar.training.monitoring import run_times
+from manualpar.training.monitoring import run_record as run_times
 from manualpar.training.monitoring.profiling import StepProfiler
 from manualpar.training.monitoring.run_files import RunWriter
-from manualpar.training.monitoring.run_times import TimeLedger
+from manualpar.training.monitoring.run_record import TimeLedger
 from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.recorder import NonFiniteError, Recorder
 from manualpar.training.replicas import ReplicaError, ReplicaSentinel

@@ -6,9 +6,10 @@ metrics that are not reported yet, and the sizes of the metrics files, all as JS
 resumes cuts off the lines that were written after the checkpoint, and writes the same lines again.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +19,12 @@ import ml_collections
 from manualpar.data import BatchStream
 from manualpar.errors import UsageError
 from manualpar.system.cluster.agreement import from_first
-from manualpar.system.storage import AnyPath, BucketPath
-from manualpar.system.storage.durable_files import check_writable
+from manualpar.system.storage import AnyPath, BucketPath, HeldError, hold, hold_file
+from manualpar.system.storage.durable_files import WriteError, check_writable, explained
 from manualpar.system.storage.untrusted import parse_object, read_object
 from manualpar.training.checkpoints import CheckpointError, Checkpoints, Restored, check_resumable
-from manualpar.training.checkpoints.failures import explain_failure
 from manualpar.training.checkpoints.folders import open_folder
-from manualpar.training.checkpoints.saved_state import read_extra
+from manualpar.training.checkpoints.saved_state import explain_failure, read_extra
 from manualpar.training.config import field_defaults, flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.monitoring.run_files import (
@@ -243,3 +243,68 @@ def _check_extra(restored: Restored) -> None:
 def position_of(restored: Restored) -> Position:
     """Returns the position of the run at a checkpoint."""
     return Position(restored.step, restored.extra["position"])
+
+
+# -------------------------------------------------------------------------------------------------
+# Locks a workdir, so that only one run at a time writes there.
+#
+# The lock is on the file `.lock`, see `manualpar.system.storage.drafts`. Process 0 acquires the
+# lock for all processes of a run. Reading a workdir needs no lock.
+
+
+LOCK_FILE = ".lock"
+
+
+@contextlib.contextmanager
+def lock_workdir(
+    workdir: AnyPath, *, report: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Locks a folder against other runs while the context lasts; creates the folder if needed.
+
+    If the file system does not support locks, `report` is called with a sentence and nothing is
+    locked. In a bucket, the lock is a lease, see `manualpar.system.storage.drafts`.
+
+    The context yields a function that checks the lock. In a bucket, this function raises an error
+    if the lease was lost. On a disk, if the lock file was deleted, the function creates and locks a
+    new file; it raises a `WriteError` if another run has locked the new file first.
+
+    Raises:
+      UsageError: Another run has the lock; the message names the run.
+      WriteError: The file cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            if isinstance(workdir, BucketPath):
+                check = stack.enter_context(hold(workdir, report=report))
+            else:
+                check = stack.enter_context(_held(workdir, report))
+        except HeldError as error:
+            raise _in_use(workdir, error) from None
+        yield check
+
+
+@contextlib.contextmanager
+def _held(workdir: Path, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    path = workdir / LOCK_FILE
+    with contextlib.ExitStack() as stack:
+        with explained(path):
+            workdir.mkdir(parents=True, exist_ok=True)
+            held = stack.enter_context(hold_file(path, folder=workdir, report=report, remains=True))
+
+        def check() -> None:
+            try:
+                with explained(path):
+                    held.check()
+            except HeldError as error:
+                raise WriteError(
+                    f"{path} was deleted while this run had its lock: {_in_use(workdir, error)}"
+                ) from None
+
+        yield check
+
+
+def _in_use(workdir: AnyPath, error: HeldError) -> UsageError:
+    return UsageError(
+        f"--workdir={workdir} is in use by another run{error}; wait until it ends, end it, or name "
+        "another folder."
+    )

@@ -18,7 +18,7 @@ from benchmarks.calibration import (
 )
 from benchmarks.published_figures import SHAPES
 from benchmarks.published_rows import FIGURES
-from manualpar.models.transformer_fields import flops_per_token
+from manualpar.models.transformer import flops_per_token
 from manualpar.planner.hardware import CHIPS
 from manualpar.training.config import load_config
 from manualpar.training.task import make_task

@@ -2,11 +2,10 @@
 
 import pytest
 
-from manualpar.commands.arguments import parse_mesh, translate
-from manualpar.commands.command_line import flags_parser, parse_command_line
+from manualpar.commands.command_line import flags_parser, parse_command_line, parse_mesh, translate
 from manualpar.commands.inspect_command import INSPECTING
 from manualpar.errors import UsageError
-from manualpar.training.config_files import config_folder
+from manualpar.training.config import config_folder
 
 FLAGS = ("config", "workdir", "num_processes", "compile", "seed_of_flag", "output")
 

@@ -9,8 +9,7 @@ from absl import flags
 from manualpar.commands.command_line import TRAINING, command_help, parse_command_line
 from manualpar.commands.compare_command import COMPARING
 from manualpar.commands.main import COMMANDS, main
-from manualpar.training.config import flatten_config, load_config
-from manualpar.training.config_files import find_config
+from manualpar.training.config import find_config, flatten_config, load_config
 
 
 @pytest.fixture(autouse=True)

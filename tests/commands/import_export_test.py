@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from configs import fsdp
 from manualpar.commands.import_export import export_main
 from manualpar.data.tokenize import write_token_files
-from manualpar.training.workdir_lock import lock_workdir
+from manualpar.training.workdir import lock_workdir
 from tests.models.pretrained.llama import (
     CONFIG,
     assert_same_files,
@@ -30,7 +30,8 @@ from tests.runs.small_runs import run_here
 # As into a bucket, where each process puts whole files.
 IN_TURN = """
 import sys
-from manualpar.models.pretrained import export, target
+from manualpar.models.pretrained import export
+from manualpar.models.pretrained import export as target
 from manualpar.commands.import_export import export_main
 
 class Alone(target.DiskTarget):

@@ -13,8 +13,7 @@ from absl import flags
 
 from manualpar.commands import inspect_command as inspection
 from manualpar.commands.command_line import flags_parser, parse_command_line
-from manualpar.commands.inspect_command import INSPECTING, inspect_command
-from manualpar.commands.inspection_report import describe_fit
+from manualpar.commands.inspect_command import INSPECTING, describe_fit, inspect_command
 from manualpar.core.mesh.compiler_options import ChosenOptions
 from manualpar.inspect.budgets import read_budgets
 from manualpar.planner.hardware import chip_named

@@ -7,8 +7,7 @@ import pytest
 import rich.console
 
 from manualpar.commands.command_line import parse_command_line
-from manualpar.commands.inspect_command import INSPECTING, inspect_command
-from manualpar.commands.inspection_schedule import print_schedule
+from manualpar.commands.inspect_command import INSPECTING, inspect_command, print_schedule
 
 SMALL = (
     "--config.model.hidden_size=16",

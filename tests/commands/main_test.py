@@ -6,7 +6,7 @@ import re
 import manualpar
 from manualpar.commands.main import COMMANDS, main
 from manualpar.errors import MissingExtraError
-from manualpar.training.config_files import config_folder, named_configs
+from manualpar.training.config import config_folder, named_configs
 
 
 def test_help_lists_every_command_and_each_has_a_function(capsys):

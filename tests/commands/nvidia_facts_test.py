@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from manualpar.commands import nvidia_facts as module
+from manualpar.commands import doctor as module
 from manualpar.commands.doctor import software_facts
 from manualpar.system.cluster import own_host
 

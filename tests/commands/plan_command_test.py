@@ -13,7 +13,7 @@ from manualpar.commands import plan_command as planner_command
 from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.plan_command import PLANNING, plan_command
 from manualpar.planner.closed_form.layout import Layout
-from manualpar.planner.closed_form.layout_config import config_of_layout, layout_flags
+from manualpar.planner.closed_form.layout_search import config_of_layout, layout_flags
 from manualpar.planner.goodput import RESTORE
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.sweep import sweep

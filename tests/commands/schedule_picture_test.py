@@ -4,9 +4,8 @@ import struct
 
 from matplotlib.axes import Axes
 
-from manualpar.commands.schedule_picture import draw_schedule
-from manualpar.layers.pipeline.schedule_table import Costs
-from manualpar.layers.pipeline.schedules import make_table
+from manualpar.commands.inspect_command import draw_schedule
+from manualpar.layers.pipeline.schedules import Costs, make_table
 
 
 def test_a_block_for_each_pass_as_long_as_it_takes(tmp_path, monkeypatch):

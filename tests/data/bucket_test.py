@@ -8,10 +8,11 @@ import pytest
 
 from manualpar.data import DamagedDataError, token_job
 from manualpar.data.sources import load_dataset
-from manualpar.data.token_processes import make_parts
+from manualpar.data.token_job import make_parts
 from manualpar.data.tokenize import main as tokenize
 from manualpar.data.tokens import load_tokens
-from manualpar.system.storage import BucketError, requests
+from manualpar.system.storage import BucketError
+from manualpar.system.storage import bucket_path as requests
 from tests.system.storage.s3_server import Proxy, upload
 
 server = pytest.mark.slow

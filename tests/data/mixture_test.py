@@ -17,13 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from manualpar.data.batches import (
     abstract_batch,
     evaluation_batches,
+    mixed_order,
+    order_of,
     rows_of_this_process,
     train_batch,
     train_batches,
 )
 from manualpar.data.dataset import ArrayStream, TokenSplit
 from manualpar.data.mixture import SLOTS, MixedSplit, parse_mixture, shares_of
-from manualpar.data.order import mixed_order, order_of
 from manualpar.data.sources import TEXT_SOURCES, load_dataset
 from manualpar.data.tokenize import write_token_files
 from manualpar.data.tokenizer import load_tokenizer

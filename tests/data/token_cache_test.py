@@ -6,9 +6,9 @@ import pathlib
 import chex
 import pytest
 
-from manualpar.data import token_cache, token_job
-from manualpar.data.sources import load_dataset
-from manualpar.data.token_cache import cache_folder
+from manualpar.data import sources as token_cache
+from manualpar.data import token_job
+from manualpar.data.sources import cache_folder, load_dataset
 from manualpar.data.tokenize import write_token_files
 from tests.data.documents import write_documents
 from tests.data.trained_tokenizer import write_tokenizer

@@ -188,7 +188,7 @@ def test_a_call_goes_on_with_the_parts_that_were_not_finished(tmp_path, monkeypa
 
     for last in (3, 7, -1):
         with monkeypatch.context() as patch:
-            patch.setattr("manualpar.data.token_processes.write_part", fail_at(last))
+            patch.setattr("manualpar.data.token_job.write_part", fail_at(last))
             job = token_job.make_job("jsonl", path, held_out=0.1)
             if last < 0:
                 token_job.run_job(job, output, report=seen.append)

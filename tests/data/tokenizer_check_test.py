@@ -7,7 +7,7 @@ import tokenizers
 
 from benchmarks.malformed_programs import TOKENIZERS, replacing, splitting, words
 from manualpar.data import load_tokenizer
-from manualpar.data.tokenizer_check import check_tokenizer, guarded
+from manualpar.data.tokenizer import check_tokenizer, guarded
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (

@@ -42,7 +42,7 @@ def test_the_names_in_docstrings_exist():
         ("manualpar.Program.adopt", "manualpar.core.program.program.Program.adopt"),
         ("manualpar.Program.init", "manualpar.core.program.program.Program"),  # An attribute.
         ("manualpar.Batch.inputs", "manualpar.core.state.train_state.Batch"),
-        ("manualpar.core.mesh.devices.MOST", "manualpar.core.mesh.devices"),
+        ("manualpar.core.mesh.mesh.MOST", "manualpar.core.mesh.mesh"),
         ("manualpar.no_such_name", None),
         ("manualpar.layers.no_such_name", None),
         ("manualpar.Program.no_such_name", None),

@@ -8,13 +8,14 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
     Budget,
+    budget_text,
     check_budget,
     matches,
     parse_budgets,
     parse_size,
+    replace_budget,
 )
 
 UP, DOWN, HEAD = "layers_0/mlp/up", "layers_1/mlp/up", "head"

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
-from manualpar.core.tracing.tick_scopes import ticks_scope
+from manualpar.core.tracing.scopes import ticks_scope
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
@@ -15,8 +15,7 @@ from manualpar.inspect import (
     total_bytes,
     trace_collectives,
 )
-from manualpar.inspect.compiled import Reading
-from manualpar.inspect.hlo import parse_module
+from manualpar.inspect.compiled import Reading, parse_module
 
 
 def on_devices(function, mesh, **kwargs):

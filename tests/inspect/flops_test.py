@@ -10,12 +10,11 @@ import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.core.tracing.attention_blocks import blocks_scope
 from manualpar.core.tracing.jaxprs import all_equations
+from manualpar.core.tracing.scopes import blocks_scope
 from manualpar.inspect import ledger
 from manualpar.inspect.flops import TrafficReader, flops_of
-from manualpar.models.transformer import Transformer
-from manualpar.models.transformer_fields import flops_per_token
+from manualpar.models.transformer import Transformer, flops_per_token
 
 # What an equation computes is found out by running it on ones: the sum of its result is the number
 # of its multiplications of ones with ones.

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from manualpar.inspect.hlo import (
+from manualpar.inspect.compiled import (
     HloModule,
     Instruction,
     array_bytes,

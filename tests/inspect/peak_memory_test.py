@@ -8,8 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import abstract_mesh
-from manualpar.inspect.flat_program import FlatProgram
-from manualpar.inspect.peak_memory import FUSIONS, find_peak
+from manualpar.inspect.peak_memory import FUSIONS, FlatProgram, find_peak
 
 F4 = 4  # Bytes of a float32.
 

@@ -16,7 +16,7 @@ from manualpar.inspect import (
     total_step_bytes,
 )
 from manualpar.inspect.communication import summed
-from manualpar.inspect.pipeline_formulas import pipeline_collectives
+from manualpar.inspect.expected_bytes import pipeline_collectives
 from tests.inspect.counted_pipeline import build
 
 

@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec
 from manualpar import abstract_mesh
 from manualpar.core.modes.gradients import accumulate
 from manualpar.core.parameters.trainable import empty_part
-from manualpar.inspect.tick_parts import stage_costs
+from manualpar.inspect.flops import stage_costs
 from manualpar.layers.pipeline.executor import PipelineRun
-from manualpar.layers.pipeline.schedule_table import Costs
+from manualpar.layers.pipeline.schedules import Costs
 
 B, INTO, D, OUT, L = 2, 3, 4, 7, 8  # Examples, inputs, features, outputs, layers.
 

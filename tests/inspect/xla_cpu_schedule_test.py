@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.inspect.flat_program import FlatProgram
-from manualpar.inspect.peak_memory import FUSIONS, find_peak
+from manualpar.inspect.peak_memory import FUSIONS, FlatProgram, find_peak
 
 N = 64
 SQUARE, WIDE = (jax.ShapeDtypeStruct((N, n), jnp.float32) for n in (N, 4 * N))

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.memory_and_collectives import ScannedClassifier
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.mesh.axes import axes_size, axis_tuple
-from manualpar.core.parameters.block_quantization import LARGEST_CODE, pack_codes, unpack_codes
+from manualpar.core.parameters.quantized_collectives import LARGEST_CODE, pack_codes, unpack_codes
 from manualpar.inspect import (
     bytes_by_axes,
     of_parameters,

@@ -11,12 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
 from manualpar.core.mesh.roles import AxisRoles
-from manualpar.core.mesh.splitting import check_batch, split_minibatches
-from manualpar.core.mesh.zigzag import to_zigzag
+from manualpar.core.mesh.splitting import check_batch, split_minibatches, to_zigzag
 from manualpar.core.modes.gradients import accumulate, unrolled
 from manualpar.core.modes.manual import Manual
-from manualpar.core.parameters.parameter_info import ParameterInfo, on_stages
-from manualpar.core.parameters.placement import Placement, Route, route_parameter
+from manualpar.core.parameters.placement import (
+    ParameterInfo,
+    Placement,
+    Route,
+    on_stages,
+    route_parameter,
+)
 from tests.tiny import masked_square_loss
 
 DATA = AxisRoles({0: ("replica", "data")})

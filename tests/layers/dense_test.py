@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar.core.mesh.mesh import make_mesh
-from manualpar.core.parameters.split_parameter import SplitParameter
+from manualpar.core.parameters.annotations import SplitParameter
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
 from manualpar.inspect import trace_collectives

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, make_mesh
-from manualpar.core.parameters.split_parameter import split
+from manualpar.core.parameters.annotations import split
 from manualpar.layers import enter, split_argmax, split_cross_entropy, split_lookup
 from manualpar.models.cross_entropy import language_model_loss
 from tests.one_device import train_on_one_device, train_program

@@ -13,9 +13,8 @@ import pytest
 
 from manualpar.models import Attention, Rotary, RotaryScaling, Transformer, flops_per_token
 from manualpar.models.flat_fields import with_fields
-from manualpar.models.layer_stack import layer_place
 from manualpar.models.rotary import rotary_angles
-from manualpar.models.transformer_fields import layers_by_window, window_of
+from manualpar.models.transformer import layer_place, layers_by_window, window_of
 
 # Two groups of three layers, and two that are left over.
 MODEL = Transformer(

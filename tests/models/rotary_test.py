@@ -7,10 +7,12 @@ import pytest
 
 from manualpar.models import Rotary, RotaryScaling, Transformer
 from manualpar.models.flat_fields import nest_fields
-from manualpar.models.pretrained.architecture import parse_architecture
-from manualpar.models.pretrained.keys import Keys
-from manualpar.models.pretrained.model_config import complete_fields, write_config
-from manualpar.models.pretrained.rotations import read_rotations
+from manualpar.models.pretrained.architecture import (
+    complete_fields,
+    parse_architecture,
+    write_config,
+)
+from manualpar.models.pretrained.family import Keys, read_rotations
 from manualpar.models.rotary import rotary_angles, rotate
 
 ORIGINAL, HEAD = 64, 32

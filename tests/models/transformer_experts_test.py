@@ -15,8 +15,8 @@ from manualpar import Batch, Pipeline, Program, fsdp, make_mesh, zero
 from manualpar.models import Experts, Transformer, flops_per_token
 from manualpar.models.flat_fields import with_fields
 from manualpar.models.generation import Generator
-from manualpar.models.generation.sampling import sample_tokens
-from manualpar.models.layer_stack import layer_place
+from manualpar.models.generation.drawing import sample_tokens
+from manualpar.models.transformer import layer_place
 from tests.models.transformer_families import (
     GPT_OSS,
     GPT_OSS_EXPERTS,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from manualpar.models.flat_fields import with_fields
-from manualpar.models.transformer_fields import size_of_vocabulary
+from manualpar.models.transformer import size_of_vocabulary
 from tests.models.split_layers import EXPERTS, SMALL, _batch, build_program
 from tests.models.transformer_families import GEMMA, LLAMA4, QWEN
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, on_one_device

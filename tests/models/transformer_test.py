@@ -17,8 +17,8 @@ from manualpar.layers import SplitDense
 from manualpar.models import Transformer, flops_per_token
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.flat_fields import with_fields
-from manualpar.models.layer_stack import REMAT_POLICIES
 from manualpar.models.rotary import rotary_angles, rotate
+from manualpar.models.transformer import REMAT_POLICIES
 from tests.one_device import train_on_one_device, train_program
 
 BOS = 15

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from manualpar.inspect.hlo import parse_module
+from manualpar.inspect.compiled import parse_module
 from manualpar.planner.compiled_timeline import KernelRuns, Timeline, on_all_links, read_timeline
 
 DATA = Path(__file__).parent / "tpu"

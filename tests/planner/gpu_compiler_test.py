@@ -8,11 +8,10 @@ from ml_collections import ConfigDict
 from manualpar.inspect.memory import step_memory
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
 from manualpar.planner.compiler_process import run_compiler
-from manualpar.planner.compiler_worker import installed
+from manualpar.planner.compiler_worker import installed, tracing_for
 from manualpar.planner.gpu_compiler import GPU, PACKAGES, compile_for_gpu
 from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.hardware import chip_named
-from manualpar.planner.traced_kernels import tracing_for
 from manualpar.planner.vocabulary import prepare_planned
 from manualpar.training.config import load_config
 from tests.paths import ROOT

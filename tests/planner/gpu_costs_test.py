@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.inspect.compiled import compiled_collectives
-from manualpar.inspect.hlo import parse_module
+from manualpar.inspect.compiled import compiled_collectives, parse_module
+from manualpar.planner.compiled_plan import CLOCK, cudnn_seconds, gpu_cycles
 from manualpar.planner.compiled_timeline import Timeline, on_all_links, read_timeline
-from manualpar.planner.gpu_costs import CLOCK, cudnn_seconds, gpu_cycles
 from manualpar.planner.hardware import chip_named
 
 DATA = Path(__file__).parent / "gpu"

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas
 
-from manualpar.core.tracing.attention_blocks import blocks_scope
+from manualpar.core.tracing.scopes import blocks_scope
 from manualpar.planner.compiled_timeline import KernelRuns, Timeline, on_all_links, read_timeline
-from manualpar.planner.hardware import chip_named
-from manualpar.planner.kernels import Kernel, kernel_clock, kernels_in
+from manualpar.planner.hardware import Kernel, chip_named, kernel_clock, kernels_in
 
 DATA = Path(__file__).parent / "tpu"
 TEXT = (DATA / "splash_v5e_2x2.txt").read_text(encoding="utf-8")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from manualpar.planner.compiled_plan import wire_by_links
 from manualpar.planner.compiled_timeline import Timeline, read_timeline
-from manualpar.planner.link_timeline import wire_by_links
 from manualpar.planner.topology import Topology, parse_topology
 
 BYTES = 32  # Of what everybody sends, eight numbers.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.planner.out_of_memory import read_out_of_memory
+from manualpar.planner.compiled_plan import read_out_of_memory
 
 GIB = 2**30
 MESSAGE = Path(__file__).parent / "tpu" / "out_of_memory.txt"

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import strategies as st
 
-from manualpar.core.tracing.tick_scopes import ticks_scope
+from manualpar.core.tracing.scopes import ticks_scope
 from manualpar.inspect.communication import Collective
-from manualpar.inspect.flops import Product
+from manualpar.inspect.flops import ROWS, Product, TickParts
 from manualpar.inspect.memory import Memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
-from manualpar.inspect.tick_parts import ROWS, TickParts
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import compute_seconds, estimate

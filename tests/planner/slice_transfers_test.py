@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.inspect.hlo import Instruction
-from manualpar.planner.compiled_timeline import SLICES, Timeline, on_all_links, read_timeline
-from manualpar.planner.slice_transfers import kind_of_transfer, slice_groups
+from manualpar.inspect.compiled import Instruction
+from manualpar.planner.compiled_timeline import (
+    SLICES,
+    Timeline,
+    kind_of_transfer,
+    on_all_links,
+    read_timeline,
+    slice_groups,
+)
 
 TEXT = (Path(__file__).parent / "tpu" / "two_slices_v5e_2x2.txt").read_text(encoding="utf-8")
 MESH = {"replica": 2, "data": 4}

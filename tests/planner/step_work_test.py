@@ -10,14 +10,14 @@ import optax
 import pytest
 
 from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, diloco, fsdp, hsdp, zero
-from manualpar.core.parameters import shard_rules
+from manualpar.core.parameters import placement as shard_rules
 from manualpar.core.tracing.scopes import REDUCE_SCOPE, SCATTER_SCOPE
 from manualpar.inspect import outer_step_bytes, state_bytes, trace_collectives
 from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
 from manualpar.models.flat_fields import nest_fields
-from manualpar.models.transformer_fields import flops_per_token
+from manualpar.models.transformer import flops_per_token
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work, with_gather_dtype, with_minibatches
 from manualpar.planner.topology import parse_topology

@@ -7,11 +7,10 @@ import math
 import ml_collections
 import pytest
 
-from manualpar.planner.candidate_meshes import group_sizes, mesh_like, split_sizes
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import has_kernel
 from manualpar.planner.sweep import Builder, Candidate, _bases, scaling_curves, sweep
-from manualpar.planner.topology import Topology, parse_topology
+from manualpar.planner.topology import Topology, group_sizes, mesh_like, parse_topology, split_sizes
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task

@@ -12,8 +12,7 @@ from ml_collections import ConfigDict
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
 from manualpar.planner.compiler_process import CompilerError, run_compiler
 from manualpar.planner.compiler_worker import is_out_of_hbm, text_of
-from manualpar.planner.hardware import chip_named
-from manualpar.planner.kernels import kernel_efficiency
+from manualpar.planner.hardware import chip_named, kernel_efficiency
 from manualpar.planner.tpu_compiler import TPU, compile_for_tpu
 from manualpar.training.config import load_config
 from tests.paths import ROOT

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, abstract_mesh, data_parallel, hsdp
 from manualpar.core.model.carried_collections import CarryingApply
 from manualpar.core.model.interface import interface_of
-from manualpar.core.model.linen.call_arguments import initial_call
+from manualpar.core.model.linen_model import initial_call
 from manualpar.core.model.loss_function import call_loss
 from manualpar.core.state.metrics import add_metrics
 from tests.core.model.switched import Switched

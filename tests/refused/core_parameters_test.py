@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import abstract_mesh, fsdp, gather_examples, gather_params, hsdp, shard_params, zero
 from manualpar.core.parameters.annotations import check_rules, mesh_names
 from manualpar.core.parameters.collectives import gather_array_with_mean_grads
-from manualpar.core.parameters.parameter_info import describe_parameters
+from manualpar.core.parameters.placement import describe_parameters
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
 from tests.refused.table import build, check_refused, rows, trace_on
 

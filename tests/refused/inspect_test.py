@@ -26,15 +26,16 @@ from manualpar.inspect import (
     step_memory,
     trace_collectives,
 )
-from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
     BudgetError,
     budget_for,
+    budget_text,
     check_budget,
     parse_budgets,
     read_budgets,
+    replace_budget,
 )
-from manualpar.inspect.hlo import HloModule, Instruction, device_groups
+from manualpar.inspect.compiled import HloModule, Instruction, device_groups
 from tests.inspect.small_programs import module
 from tests.refused.table import build, check_refused, rows
 from tests.tiny import square_loss

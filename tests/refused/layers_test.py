@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, abstract_mesh
-from manualpar.core.parameters.split_parameter import SplitParameter, split
+from manualpar.core.parameters.annotations import SplitParameter, split
 from manualpar.layers import (
     SplitDense,
     enter,

@@ -14,8 +14,7 @@ from manualpar.data.tokenizer import ByteTokenizer
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.generation import Draft, Generator, generator, speculative
-from manualpar.models.generation.drawing import Drawing
-from manualpar.models.generation.sampling import sample_tokens
+from manualpar.models.generation.drawing import Drawing, sample_tokens
 from manualpar.models.generation.scoring import score_completions
 from manualpar.models.rotary import NO_ROTARY, Rotary, RotaryScaling
 from tests.models.finetuning.adapted_models import BATCH, PLAN, SOMEBODYS, Somebodys

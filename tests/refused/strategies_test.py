@@ -12,10 +12,8 @@ from jax.sharding import PartitionSpec
 import manualpar
 from manualpar import abstract_mesh, diloco, fsdp, gather_examples
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.parameter_info import ParameterInfo
-from manualpar.core.parameters.placement import Placement
-from manualpar.core.parameters.shard_rules import replicate
-from manualpar.core.parameters.split_parameter import split
+from manualpar.core.parameters.annotations import split
+from manualpar.core.parameters.placement import ParameterInfo, Placement, replicate
 from manualpar.core.program.placement_check import place_parameter
 from manualpar.core.program.program import build_program
 from manualpar.strategies import FSDP, Field, register

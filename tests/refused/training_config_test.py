@@ -7,7 +7,7 @@ import optax.contrib
 import pytest
 
 from configs import fsdp, fsdp_lm, tp_lm
-from manualpar.core.mesh.devices import MOST, simulate_devices
+from manualpar.core.mesh.mesh import MOST, simulate_devices
 from manualpar.training import memory_check
 from manualpar.training.checkpoints.compatibility import REMOVED, RENAMED
 from manualpar.training.config import check_config, complete_config

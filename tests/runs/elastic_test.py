@@ -12,8 +12,7 @@ import time
 
 import pytest
 
-from manualpar.training.monitoring.run_record import read_run
-from manualpar.training.monitoring.run_times import add_up
+from manualpar.training.monitoring.run_record import add_up, read_run
 from tests.runs.small_runs import (
     assert_close_metrics,
     checkpoint_arrays,

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from manualpar.errors import UsageError
-from manualpar.system.storage import lease, requests
+from manualpar.system.storage import bucket_path as requests
+from manualpar.system.storage import drafts as lease
 from tests.runs.small_runs import (
     arguments,
     assert_same_run,

@@ -14,7 +14,9 @@ from manualpar.commands.command_line import parse_command_line
 from manualpar.commands.import_export import export_main, import_command
 from manualpar.commands.train_command import run_command
 from manualpar.models.pretrained import export, export_hf, load_hf, read_architecture
-from manualpar.system.storage import BucketError, lease, requests
+from manualpar.system.storage import BucketError
+from manualpar.system.storage import bucket_path as requests
+from manualpar.system.storage import drafts as lease
 from tests.models.pretrained.llama import (
     CONFIG,
     CONFIG_FILE,

@@ -9,7 +9,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from manualpar.commands import compare_command, comparison_report
+from manualpar.commands import compare_command
+from manualpar.commands import compare_command as comparison_report
 from manualpar.commands.command_line import parse_command_line
 from manualpar.commands.inspect_command import INSPECTING, inspect_command
 from manualpar.commands.plan_command import PLANNING, plan_command
@@ -18,8 +19,7 @@ from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_co
 from manualpar.planner import sweep
 from manualpar.planner.topology import parse_topology
 from manualpar.strategies import register, registry, strategy_kinds
-from manualpar.training.config import check_config, load_config
-from manualpar.training.config_files import find_config
+from manualpar.training.config import check_config, find_config, load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task
 from tests.paths import ROOT

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.shard_rules import shard_state_only
+from manualpar.core.parameters.placement import shard_state_only
 from manualpar.core.program.program import Program
 from manualpar.strategies import STATE_SHARDING_FIELDS, Field, StrategyKind, register
 from manualpar.strategies.shared_options import STATE_SHARDING, build_sharded

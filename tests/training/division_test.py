@@ -7,8 +7,7 @@ import pytest
 
 from manualpar.data import train_batches
 from manualpar.training.checkpoints import Checkpoints
-from manualpar.training.config import flatten_config
-from manualpar.training.config_files import named_config
+from manualpar.training.config import flatten_config, named_config
 from manualpar.training.division import (
     Division,
     EarlierDivision,

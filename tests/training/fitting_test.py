@@ -188,7 +188,7 @@ def test_a_config_names_a_function_that_makes_the_task(tmp_path: Path, monkeypat
         textwrap.dedent(
             '''
             """A config and the task that it names, in one folder."""
-            from manualpar.training.config_files import named_config
+            from manualpar.training.config import named_config
 
             def get_config():
                 config = named_config("own").unlock()

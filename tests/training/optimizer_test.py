@@ -17,10 +17,10 @@ from configs import fsdp
 from manualpar.models import Classifier
 from manualpar.training.config import check_config, complete_config
 from manualpar.training.experiment import prepare
-from manualpar.training.optax_functions import optimizers
 from manualpar.training.optimizer import (
     make_optimizer,
     make_schedule,
+    optimizers,
     weight_decay_mask,
 )
 from tests.one_device import optimize_on_one_device, train_program

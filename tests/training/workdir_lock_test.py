@@ -14,7 +14,7 @@ from manualpar.errors import UsageError
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints.retention import list_steps
 from manualpar.training.monitoring.run_record import read_run
-from manualpar.training.workdir_lock import LOCK_FILE, lock_workdir
+from manualpar.training.workdir import LOCK_FILE, lock_workdir
 from tests.paths import ROOT
 from tests.runs.small_runs import (
     complete_steps,
@@ -33,7 +33,7 @@ def no_report(line):
 
 
 def test_the_second_is_refused_and_told_who_is_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.drafts.DYING_SECONDS", 0.1)
     workdir = tmp_path / "new" / "run"
     for _ in range(2):  # The file that the first leaves is nobody's.
         with lock_workdir(workdir, report=no_report):
@@ -57,7 +57,7 @@ def test_the_second_is_refused_and_told_who_is_there(tmp_path, monkeypatch):
 
 
 def test_a_lock_whose_file_was_deleted_is_taken_again_or_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.drafts.DYING_SECONDS", 0.1)
     in_use = "is in use by another run"
     with lock_workdir(tmp_path, report=no_report) as check:
         check()
@@ -79,7 +79,7 @@ def test_a_lock_whose_file_was_deleted_is_taken_again_or_lost(tmp_path, monkeypa
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from manualpar.training.workdir_lock import lock_workdir
+from manualpar.training.workdir import lock_workdir
 with lock_workdir(Path(sys.argv[1]), report=print):
     children = [subprocess.Popen(["sleep", "600"], close_fds=False).pid, os.fork()]
     if not children[1]:
@@ -91,7 +91,7 @@ with lock_workdir(Path(sys.argv[1]), report=print):
 
 @pytest.mark.slow
 def test_the_dead_and_their_orphans_hold_nothing(tmp_path, monkeypatch):
-    patience = "manualpar.system.storage.file_lock.DYING_SECONDS"
+    patience = "manualpar.system.storage.drafts.DYING_SECONDS"
     monkeypatch.setattr(patience, 0.1)
     arguments = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:

@@ -11,9 +11,19 @@ module provides its own advice: a sentence for each `Reason`.
 Invariant: an operation that is not known to be right is refused.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn
+
+import numpy as np
+from jax.extend import core as jex
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from manualpar.core.model.loops import LIBRARIES
+from manualpar.core.tracing.jaxprs import COMPOSITE, expanded
 
 Shape = tuple[int, ...]
 Reason = Literal[
@@ -280,3 +290,142 @@ def _refuse_dim(
 def refuse(mistake: str, reason: Reason) -> NoReturn:
     """Raises the error for a mistake, such as `applies sort to a split array`."""
     raise WrongOnShardsError(mistake, reason)
+
+
+# -------------------------------------------------------------------------------------------------
+# Pairs the operations of two traces of the same code: on shards and on unsharded arrays.
+#
+# Both traces have the same operations unless the code depends on the sizes of split dims.
+
+
+CASTS = frozenset({"pvary", "pcast"})
+
+
+def paired(shards: Iterator[Any], whole: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields pairs `(on shards, on whole arrays)` of equations; `None` for a missing equation."""
+    for eqn in shards:
+        whole_eqn = next(whole, None)
+        # A broadcast may be in only one trace: a device with one head needs no broadcast over
+        # heads.
+        while whole_eqn is not None and _is_broadcast(whole_eqn) and not _is_like(whole_eqn, eqn):
+            whole_eqn = next(whole, None)
+        yield eqn, whole_eqn
+    yield from ((None, whole_eqn) for whole_eqn in whole if not _is_broadcast(whole_eqn))
+
+
+def check_same_operation(eqn: Any, whole_eqn: Any) -> None:
+    """Refuses a pair from `paired` if its two operations are not the same."""
+    if eqn is None or whole_eqn is None or eqn.primitive is not whole_eqn.primitive:
+        names = [x.primitive.name if x else "nothing" for x in (eqn, whole_eqn)]
+        refuse(f"applies {names[0]} to shards and {names[1]} to whole arrays", "program")
+
+
+def inner_programs(eqn: Any) -> list[Any]:
+    """Returns the programs in an equation's parameters, with their constants if they have any."""
+    if eqn.primitive.name == COMPOSITE:
+        return [expanded(eqn)]
+    params = [v if isinstance(v, tuple | list) else (v,) for v in eqn.params.values()]
+    return [v for values in params for v in values if isinstance(v, ClosedJaxpr | Jaxpr)]
+
+
+def stands_in(eqn: Any, scopes: frozenset[str]) -> bool:
+    """Returns whether an equation is inside one of `scopes`."""
+    return not scopes.isdisjoint(str(eqn.source_info.name_stack).split("/"))
+
+
+def module_of_equation(eqn: Any, but: frozenset[str] = frozenset()) -> str:
+    """Returns the path of the module that contains an equation, without the scopes in `but`."""
+    parts = str(eqn.source_info.name_stack).split("/")
+    return "/".join(part for part in parts if part.isidentifier() and part not in but)
+
+
+def place_of(eqn: Any) -> str:
+    """Describes, for messages, the line of the user's code that made an equation."""
+    folders = [Path(str(sys.modules[name].__file__)).parent for name in LIBRARIES & {*sys.modules}]
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        file = Path(frame.file_name)
+        if file.exists() and not any(file.is_relative_to(folder) for folder in folders):
+            return f" at {file.name}:{frame.line_num}"
+    return ""
+
+
+def _is_broadcast(eqn: Any) -> bool:
+    return bool(eqn.primitive.name == "broadcast_in_dim")
+
+
+def _is_like(broadcast: Any, eqn: Any) -> bool:
+    dims = "broadcast_dimensions"
+    return _is_broadcast(eqn) and eqn.params[dims] == broadcast.params[dims]
+
+
+# -------------------------------------------------------------------------------------------------
+# Value numbering: values that a program computes in the same way get the same number.
+#
+# A trace repeats a computation that the code repeats, such as the count `mask.sum()`. So two
+# variables may be the same count. Value numbers show whether a loss divides by the count that it
+# returns (https://en.wikipedia.org/wiki/Value_numbering). The sum of all entries of an array has
+# one number, whatever the order of summation: `mask.sum()` and `mask.sum(-1).sum()` have the same
+# number.
+
+
+# These operations keep the sum of all entries of their operand.
+_SUM_PRESERVING = frozenset({"reduce_sum", "reshape", "squeeze", "transpose"})
+
+
+class ValueNumbers:
+    """The value numbers of all values that a walk through a program has visited."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._expressions: dict[Any, int] = {}
+        # For a result of `_SUM_PRESERVING` operations, the number of the array to which these
+        # operations were applied.
+        self._sum_of: dict[int, int] = {}
+        self._scalars: set[int] = set()
+        self._constants: dict[int, float] = {}
+        self._fresh = itertools.count(1)
+
+    def fresh(self) -> int:
+        """Returns a value number that no value has yet."""
+        return next(self._fresh)
+
+    def of(self, variable: Any) -> int:
+        """Returns the value number of a variable or a constant."""
+        if not isinstance(variable, jex.Literal):
+            return self._numbers.setdefault(variable, self.fresh())
+        number = self._of_expression(("literal", str(variable.aval), str(variable.val)))
+        if not np.ndim(variable.val):
+            self._scalars.add(number)
+            if np.isrealobj(variable.val):
+                self._constants[number] = float(variable.val)
+        return number
+
+    def set(self, variable: Any, number: int) -> None:
+        """Gives a variable the number of another value, to which it is equal."""
+        self._numbers[variable] = number
+
+    def set_result(self, variable: Any, eqn: Any, index: int, numbers: Sequence[int]) -> None:
+        """Sets the number of an operation's `index`-th result; `numbers` belong to its operands."""
+        name = eqn.primitive.name
+        expression: Any = (name, str(eqn.params), index, *numbers)
+        terms = self._sum_of.get(numbers[0], numbers[0]) if name in _SUM_PRESERVING else None
+        if name == "reduce_sum" and not variable.aval.shape:
+            expression = ("sum of all", terms)
+        number = self._of_expression(expression)
+        if terms is not None:
+            self._sum_of[number] = terms
+        if math.prod(variable.aval.shape) == 1:
+            self._scalars.add(number)
+        self._numbers[variable] = number
+
+    def is_scalar(self, number: int) -> bool:
+        """Returns whether the value with a number is a scalar or a broadcast scalar."""
+        return number in self._scalars
+
+    def constant(self, number: int) -> float | None:
+        """Returns the scalar constant that has a number; `None` if it belongs to no constant."""
+        return self._constants.get(number)
+
+    def _of_expression(self, expression: Any) -> int:
+        return self._expressions.setdefault(expression, self.fresh())

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from manualpar.core.mesh.axes import axes_size
+from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple, check_axes_bound
 from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 from manualpar.core.trees import Batch
 
 
@@ -104,3 +105,90 @@ def split_minibatches(batch: Batch, num_minibatches: int) -> Any:
         return x.reshape(num_minibatches, x.shape[0] // num_minibatches, *x.shape[1:])
 
     return jax.tree.map(split, batch)
+
+
+# -------------------------------------------------------------------------------------------------
+# The zig-zag order of a sequence over the devices along a context axis.
+#
+# Under a causal mask the first tokens of a sequence attend to few tokens and the last to many. If
+# each of `C` devices had a run of consecutive tokens, the last device would have most of the work.
+# So the sequence is cut into `2 C` half blocks, and device `c` gets half blocks `c` and `2 C - 1 -
+# c` (zig-zag). A step reorders its batch once, at the beginning, because the batch is small: it is
+# mostly integers. The model and the loss get the batch in zig-zag order.
+
+
+def to_zigzag(batch: Batch, axis: str) -> Any:
+    """Sends positions between devices, to turn consecutive runs into zig-zag half blocks.
+
+    Leaves are `[B, S/axis, ...]`. Before the exchange, a leaf contains the device's run of each
+    sequence. After the exchange, the leaf contains half block `c` and then half block
+    `2 C - 1 - c`. Scalars do not change.
+
+    Communication:
+      Two collective permutes of half of each leaf.
+    """
+    if (size := jax.lax.axis_size(axis)) == 1:
+        return batch
+
+    def home(block: int) -> int:
+        """Returns the index of the device that gets a half block."""
+        return min(block, 2 * size - 1 - block)
+
+    sends = [[(c, home(2 * c + half)) for c in range(size)] for half in (0, 1)]
+    # Each device receives a half block with an even number and one with an odd number. On a device
+    # with an odd index, the odd half block comes first.
+    is_odd = jax.lax.axis_index(axis) % 2 == 1
+
+    def exchange(x: jax.Array) -> jax.Array:
+        if not jnp.ndim(x):
+            return x
+        even, odd = (
+            jax.lax.ppermute(half, axis, perm)
+            for half, perm in zip(jnp.split(x, 2, axis=1), sends, strict=True)
+        )
+        low, high = jnp.where(is_odd, odd, even), jnp.where(is_odd, even, odd)
+        return jnp.concatenate([low, high], axis=1)
+
+    with jax.named_scope(CONTEXT_SCOPE):
+        return jax.tree.map(exchange, batch)
+
+
+# -------------------------------------------------------------------------------------------------
+# Random keys, in particular inside `shard_map`.
+#
+# Every device of a `shard_map` runs the same program on the same key. Values that must be equal on
+# all devices (parameters) use the key as it is. Values that must differ (dropout masks, noise on
+# the data) use a key into which the device's index in the mesh is folded.
+
+
+def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Derives a key that is different on every device along a mesh axis.
+
+    Args:
+      rng: A typed key (`jax.random.key`) or a raw key. The key is the same on all devices along
+        `axis_name`.
+      axis_name: A mesh axis bound by the enclosing `shard_map`, or a tuple of axes. With a tuple,
+        the key differs for every combination of the axes' indices.
+
+    Returns:
+      A key of the same kind. Devices with the same index along `axis_name` get the same key.
+
+    Raises:
+      ValueError: An axis is not bound.
+
+    Communication:
+      None.
+    """
+    axes = axis_tuple(axis_name)
+    check_axes_bound("fold_rng_over_axis", axes)
+    return jax.random.fold_in(rng, jax.lax.axis_index(axes))
+
+
+def typed_key(function: str, rng: Any) -> jax.Array:
+    """Converts a typed or raw key to a typed key; raises a `TypeError` for anything else."""
+    dtype = getattr(rng, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rng.shape == ():
+        return rng
+    if dtype == jnp.uint32 and rng.ndim == 1:
+        return jax.random.wrap_key_data(rng)
+    raise TypeError(f"{function}: rng is {rng!r}, expected one key such as jax.random.key(0).")

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import naming_unbound_axes
-from manualpar.core.model.varying_loops import MISMATCH, varying_loops
+from manualpar.core.model.loops import MISMATCH, varying_loops
 from manualpar.core.state.metrics import Metrics
 
 LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from manualpar.core.mesh.rng import fold_rng_over_axis
+from manualpar.core.mesh.splitting import fold_rng_over_axis
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.tracing.scopes import TENSOR_SCOPE
 

@@ -12,29 +12,391 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from manualpar.core.model.axis_names import check_axis_aliases
-from manualpar.core.model.carried_collections import CarryingApply
-from manualpar.core.model.initialise import (
-    Init,
-    initialisation,
-    typed_specs,
-    with_mesh_if_needed,
+from manualpar.core.mesh.axes import axis_tuple, is_axis_bound
+from manualpar.core.model.carried_collections import CarryingApply, find_carried_collections
+from manualpar.core.model.interface import (
+    InitArgs,
+    Model,
+    ModelInterface,
+    RunPhase,
+    check_axis_aliases,
+    interface_of,
 )
-from manualpar.core.model.interface import Model, ModelInterface, RunPhase, interface_of
-from manualpar.core.model.loss_function import LossFn, Metrics, check_loss, tracing_loss
-from manualpar.core.model.loss_tracer import LossTracer
+from manualpar.core.model.loops import find_loop_dims
+from manualpar.core.model.loss_function import LossFn, Metrics, call_loss, check_loss, tracing_loss
 from manualpar.core.model.options import StoredDtypes
-from manualpar.core.model.whole_parameters import PartOfDevice, as_whole
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
-from manualpar.core.parameters.collectives import varying_axes
-from manualpar.core.parameters.parameter_info import ParameterInfo, on_stages
-from manualpar.core.parameters.placement import strip_boxes
-from manualpar.core.parameters.sharded_parameter import cast_floating, is_box
+from manualpar.core.parameters.annotations import SplitParameter, take_shared
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.parameters.placement import (
+    ParameterInfo,
+    computed_specs,
+    describe_parameters,
+    on_stages,
+    split_names,
+    strip_boxes,
+)
+from manualpar.core.parameters.sharded_parameter import (
+    ArrayBox,
+    ShardedParameter,
+    cast_floating,
+    is_box,
+)
 from manualpar.core.parameters.trainable import is_trained
 from manualpar.core.summary import Summarized
-from manualpar.core.trees import path_name
+from manualpar.core.trees import Batch, Collections, Infos, Params, Specs, Variables, path_name
+
+# -------------------------------------------------------------------------------------------------
+# Initialises and traces a model, on a mesh if the model needs one.
+#
+# Most models are made and initialised without a mesh. A model that constrains shardings, in its
+# call (`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need a mesh. If
+# the call of such a model fails without a mesh, the model is called on the mode's mesh. The values
+# do not depend on the mesh.
+#
+# A sharded type of an initialiser's result counts as an annotation: the parameter is sharded over
+# the axes of the type, as with `nn.with_partitioning`.
+
+
+Init = Callable[[jax.Array], dict[str, Any]]
+
+
+class TypedParameter(nn.Partitioned):
+    """A parameter that its initialiser typed as sharded; `names` are the axes of the type."""
+
+
+def init_variables(
+    model: ModelInterface, rng: jax.Array, batch: Batch, init_args: InitArgs | None = None
+) -> dict[str, Any]:
+    """Makes the variables by collection: `model.init({"params": rng}, *args, **kwargs)`.
+
+    `ModelInterface.initial_call` makes the arguments from a batch of zeros.
+    """
+    args, kwargs = model.initial_call(jax.tree.map(jnp.zeros_like, batch), init_args)
+    return model.init({"params": rng}, *args, **kwargs)
+
+
+def initialisation(
+    model: ModelInterface,
+    batch: Batch,
+    batch_specs: Specs,
+    mode: Mode,
+    *,
+    init_args: InitArgs | None,
+    cast: Callable[[Any], Any],
+) -> tuple[Init, dict[str, Any]]:
+    """Makes the function that initialises a model from a key, and traces it once.
+
+    Returns:
+      A function from a key to the variables by collection, and the abstract variables. Both have
+      parameters to which `cast` was applied. Annotated and typed parameters are in boxes.
+    """
+
+    def init(rng: jax.Array, batch: Batch = batch) -> dict[str, Any]:
+        variables = init_variables(model, rng, batch, init_args)
+        params = jax.tree.map(_box_typed, variables.get("params", {}), is_leaf=is_box)
+        return variables | {"params": cast(params)}
+
+    def init_on_mesh(rng: jax.Array) -> dict[str, Any]:
+        run = mode.under_mesh(init, (PartitionSpec(), batch_specs))
+        variables: dict[str, Any] = run(rng, jax.tree.map(jnp.zeros_like, batch))
+        return variables
+
+    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract, so that no device is used.
+    found: tuple[Init, dict[str, Any]] = with_mesh_if_needed(
+        mode,
+        lambda: (init, jax.eval_shape(init, key)),
+        lambda: (init_on_mesh, jax.eval_shape(init_on_mesh, key)),
+    )
+    return found
+
+
+def typed_specs(params: Params) -> Any:
+    """Returns, for each parameter, the `PartitionSpec` in the type that its initialiser gave it."""
+    return jax.tree.map(
+        lambda x: PartitionSpec(*x.names) if isinstance(x, TypedParameter) else PartitionSpec(),
+        params,
+        is_leaf=is_box,
+    )
+
+
+def _box_typed(x: Any) -> Any:
+    """Boxes a parameter that is sharded by its type."""
+    names = () if is_box(x) else tuple(jax.typeof(x).sharding.spec)
+    return TypedParameter(x, names=names) if any(map(axis_tuple, names)) else x
+
+
+def with_mesh_if_needed(
+    mode: Mode, call: Callable[[], Any], call_on_mesh: Callable[[], Any]
+) -> Any:
+    """Calls `call`; if it fails and the mode has a mesh for models, calls `call_on_mesh`."""
+    try:
+        return call()
+    except Exception:  # If the missing mesh is not the cause, the second call fails too.
+        if mode.model_mesh is None:
+            raise
+    return call_on_mesh()
+
+
+def trace(mode: Mode, function: Callable[..., Any], in_specs: Specs, *args: Any) -> None:
+    """Traces a function of abstract global arguments as a step would run it.
+
+    The function's first argument is a tree of variables, which is cast to vary over devices.
+    """
+
+    def on_device(variables: Variables, *args: Any) -> None:
+        with mode.context():
+            function(cast_to_varying(variables, mode.varying_axes), *args)
+
+    jax.eval_shape(mode.run(on_device, in_specs=in_specs, out_specs=PartitionSpec()), *args)
+
+
+# -------------------------------------------------------------------------------------------------
+# Gives a loss full parameters although the model computes with parts (`split_parameter`).
+#
+# A penalty on experts covers all experts, as on one device. So a loss gets boxes that gather over
+# all axes, including the axes of experts. `apply_fn` turns these boxes back into boxes that do not
+# gather split dims. If the loss has gathered an array, `apply_fn` takes this device's part of the
+# array.
+#
+# The type of a gathered array does not vary. If each device adds the array to its loss, the array
+# is cast to varying, and the transpose of the cast sums the gradients over the devices. The
+# gradient of experts is a sum over devices in any case.
+
+
+def as_whole(params: Params) -> Any:
+    """Makes boxes gather over all axes, for a loss that reads them."""
+    return jax.tree.map(
+        lambda x: x.replace(is_whole=True) if isinstance(x, ArrayBox) else x, params, is_leaf=is_box
+    )
+
+
+def boxed_parts(infos: Infos, params: Params) -> Any:
+    """Boxes this device's shards of split parameters, unless they are in boxes already."""
+
+    def box(info: Any, x: Any) -> Any:
+        names = split_names(info)
+        return x if is_box(x) or not any(names) else ShardedParameter(x, names)
+
+    return jax.tree.map(box, infos, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartOfDevice:
+    """Converts a loss's parameters to the parts with which the model computes.
+
+    Attributes:
+      infos: The tree of parameters with a `ParameterInfo` at each leaf.
+      given: The parameters with which the loss is called. An array in this tree that is in no box
+        is a part already.
+    """
+
+    infos: Infos
+    given: Any
+
+    def __call__(self, params: Params) -> Any:
+        """Makes boxes stop gathering split dims; takes this device's part of gathered arrays.
+
+        Communication:
+          Forward: none. Backward: one all-reduce for the gradient of each array that the loss has
+          gathered.
+        """
+        given = jax.tree_util.tree_leaves_with_path(self.given, is_leaf=is_box)
+        boxed = {path_name(path) for path, x in given if is_box(x)}
+        infos = {info.path: info for info in jax.tree.leaves(self.infos) if info.path in boxed}
+
+        def part(path: Any, x: Any) -> Any:
+            if isinstance(x, ArrayBox):
+                return x.replace(is_whole=False)
+            info = infos.get(path_name(path))
+            if info is None or is_box(x) or getattr(x, "shape", None) != info.shape:
+                return x
+            names = split_names(info)
+            named = {axis for name in (*names, *info.shared_names) for axis in axis_tuple(name)}
+            if not all(map(is_axis_bound, named)):
+                return x  # The model computes with global arrays.
+            x = cast_to_varying(x, frozenset(named))  # One cast, so that there is one all-reduce.
+            for dim, name in enumerate(names):
+                if axes := axis_tuple(name):
+                    size = x.shape[dim] // jax.lax.axis_size(axes)
+                    start = jax.lax.axis_index(axes) * size
+                    x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=dim)
+            return take_shared(x, info.shared_names)
+
+        return jax.tree_util.tree_map_with_path(part, params, is_leaf=is_box)
+
+
+# -------------------------------------------------------------------------------------------------
+# Traces a model's loss as a step will call it, before any parameter is sharded.
+#
+# Each method answers one question with one trace. A trace computes nothing and touches no device.
+
+
+class LossTracer:
+    """Traces the loss of a model on a mode's mesh.
+
+    Attributes:
+      boxed_params: The abstract parameters; annotated and typed parameters are in boxes.
+      params: The abstract parameters without boxes.
+      infos: The tree of parameters with a `ParameterInfo` at each leaf, made before the dims of
+        loops are known.
+      collections: The collections that a training state keeps, see `find_collections`.
+      describe: `describe(params, loop_dims)` makes a tree like `infos`.
+    """
+
+    def __init__(
+        self,
+        interface: ModelInterface,
+        loss_fn: LossFn,
+        variables: Variables,
+        batch: Batch,
+        *,
+        batch_specs: Specs,
+        mode: Mode,
+    ) -> None:
+        """Describes the parameters, and traces nothing.
+
+        Args:
+          interface: The model.
+          loss_fn: The loss.
+          variables: The abstract variables by collection; parameters may be in boxes.
+          batch: The abstract global batch.
+          batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
+          mode: The mode, which decides who writes the collectives.
+        """
+        self._interface, self._loss_fn, self._mode = interface, loss_fn, mode
+        self._batch, self._batch_specs = batch, batch_specs
+        self._key = jax.eval_shape(lambda: jax.random.key(0))
+        self._variables: Variables = strip_boxes(variables)
+        self.boxed_params: Params = variables["params"]
+        self.params: Params = self._variables["params"]
+        self.collections: Collections = {}
+        self.describe: Callable[..., Infos] = functools.partial(
+            describe_parameters, mesh=mode.mesh, rules=mode.rules, data_axes=mode.data_axes
+        )
+        # Leaves out annotations: they may name dims of loops, which are not known yet.
+        unannotated = jax.tree.map(
+            lambda x: x if isinstance(x, SplitParameter) else strip_boxes(x),
+            self.boxed_params,
+            is_leaf=is_box,
+        )
+        self.infos: Infos = self.describe(unannotated, {})
+        typed = typed_specs(self.boxed_params)
+        self._param_specs = computed_specs(self.infos) if mode.writes_collectives else typed
+
+    def find_collections(self, init_args: InitArgs | None) -> None:
+        """Finds the collections that a state keeps; traces a call if the call may add some."""
+        self.collections = find_carried_collections(
+            self._interface, self._variables, self._trace_call, init_args
+        )
+
+    def check_model(self) -> None:
+        """Refuses a model that would give wrong results on the mesh, see `ModelInterface.check`."""
+        self._interface.check(lambda model: self.trace_loss(self.params, _as_is, model))
+
+    def stacked(self, pipeline: Any) -> frozenset[str]:
+        """Returns the paths of the parameters that `pipeline` splits over stages."""
+        found: list[frozenset[str]] = []
+        paths = [info.path for info in jax.tree.leaves(self.infos)]
+        num_stages = self._mode.mesh.shape[pipeline.axis]
+
+        def on_device(
+            params: Params, collections: Collections, rng: jax.Array, batch: Batch
+        ) -> None:
+            def loss(params: Params) -> Any:
+                apply_fn = CarryingApply(self._interface, collections)
+                return call_loss(self._loss_fn, params, apply_fn, batch, rng)
+
+            closed = jax.make_jaxpr(loss)(self._model_shards(params))
+            found.append(pipeline.stacked(closed, paths, num_stages))
+
+        self._trace(on_device, self.params)
+        return found[0]
+
+    def loop_dims(
+        self,
+        strategy: str,
+        is_gathered: Callable[[ParameterInfo], bool],
+        is_reduced: Callable[[ParameterInfo], bool],
+        *,
+        gathers_in_loss: bool,
+    ) -> dict[str, frozenset[int]]:
+        """Finds the dims that loops run over, by path, for each parameter that may be sharded.
+
+        Args:
+          strategy: The strategy's name, for messages.
+          is_gathered: Returns whether a parameter without an annotation may be in a box.
+          is_reduced: As in `trace_model`.
+          gathers_in_loss: As in `find_loop_dims`.
+        """
+        boxed = jax.tree.map(
+            lambda x, info: is_box(x) or is_gathered(info),
+            self.boxed_params,
+            self.infos,
+            is_leaf=is_box,
+        )
+        optional = jax.tree.map(is_reduced, self.infos)
+        if not any(jax.tree.leaves((boxed, optional))):
+            return {}
+        return find_loop_dims(
+            strategy,
+            self.trace_loss,
+            self.params,
+            boxed,
+            optional,
+            gathers_in_loss=gathers_in_loss,
+        )
+
+    def trace_loss(
+        self, params: Params, box: Callable[[Any], Any], model: ModelInterface | None = None
+    ) -> None:
+        """Traces the loss with `box(params)` as its parameters; `model`, if given, is the model."""
+        mode, model = self._mode, model or self._interface
+
+        def on_device(
+            params: Params, collections: Collections, rng: jax.Array, batch: Batch
+        ) -> None:
+            rng, params = mode.fold(rng), box(self._model_shards(params))
+            if mode.writes_collectives:
+                params = as_whole(boxed_parts(self.infos, params))
+            apply_fn = CarryingApply(model, collections, PartOfDevice(self.infos, params))
+            call_loss(self._loss_fn, params, apply_fn, batch, rng)
+
+        self._trace(on_device, params)
+
+    def _trace(self, on_device: Callable[..., None], params: Params) -> None:
+        """Traces `on_device(params, collections, rng, batch)` as one device of the mesh runs it."""
+        replicated = PartitionSpec()
+        in_specs = (self._param_specs, replicated, replicated, self._batch_specs)
+        trace(self._mode, on_device, in_specs, params, self.collections, self._key, self._batch)
+
+    def _trace_call(self, call: Callable[..., None], variables: Mapping[str, Any]) -> None:
+        """Traces `call(variables, rng, batch)` as one device of the mesh runs it."""
+
+        def with_shards(variables: Any, *args: Any) -> None:
+            call({**variables, "params": self._model_shards(variables["params"])}, *args)
+
+        replicated = PartitionSpec()
+        variable_specs = dict.fromkeys(variables, replicated) | {"params": self._param_specs}
+        in_specs = (variable_specs, replicated, self._batch_specs)
+        trace(self._mode, with_shards, in_specs, variables, self._key, self._batch)
+
+    def _model_shards(self, params: Params) -> Params:
+        """Takes this device's slice of each parameter with shared entries, see `take_shared`."""
+        if not self._mode.writes_collectives:
+            return params
+        return jax.tree.map(lambda info, x: take_shared(x, info.shared_names), self.infos, params)
+
+
+def _as_is(params: Params) -> Params:
+    return params
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -12,10 +12,8 @@ from typing import Any, ClassVar
 import jax
 
 from manualpar.core.mesh.axes import Names
-from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.mesh.roles import AxisRoles
-from manualpar.core.mesh.splitting import split_minibatches
-from manualpar.core.mesh.zigzag import to_zigzag
+from manualpar.core.mesh.splitting import fold_rng_over_axis, split_minibatches, to_zigzag
 from manualpar.core.modes.gradients import Sums, reduce_gradient, sync_metrics
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName

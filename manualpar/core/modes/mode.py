@@ -22,7 +22,7 @@ from manualpar.core.modes.gradients import Sums
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
+from manualpar.core.parameters.collectives import EXACT, CommPolicy
 from manualpar.core.parameters.placement import Route
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
 from manualpar.core.trees import Batch, Collections, Params, Placements, Specs

@@ -23,8 +23,12 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, is_axis_bound
-from manualpar.core.parameters.collectives import cast_to_varying, reduce_mean, varying_axes
-from manualpar.core.parameters.comm_policy import CommPolicy
+from manualpar.core.parameters.collectives import (
+    CommPolicy,
+    cast_to_varying,
+    reduce_mean,
+    varying_axes,
+)
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
     is_box,

@@ -25,12 +25,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
-from manualpar.core.mesh.rng import fold_rng_over_axis
+from manualpar.core.mesh.splitting import fold_rng_over_axis
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.comm_policy import CommPolicy
-from manualpar.core.parameters.parameter_info import ParameterInfo
-from manualpar.core.parameters.placement import Route
+from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.placement import ParameterInfo, Route
 from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
 from manualpar.core.trees import Grads, Infos, Params, PerDevice, Placements
 

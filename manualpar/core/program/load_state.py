@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
-from manualpar.core.mesh.rng import typed_key
+from manualpar.core.mesh.splitting import typed_key
 from manualpar.core.model.carried_collections import SOWN_COLLECTIONS
 from manualpar.core.model.interface import collections_of
 from manualpar.core.parameters.placement import map_padded

@@ -7,10 +7,9 @@ from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.mesh.mesh import platform_of
-from manualpar.core.model.option_table import check_choice
+from manualpar.core.model.options import check_choice
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
-from manualpar.core.parameters.placement import Placement
+from manualpar.core.parameters.placement import ParameterInfo, Placement, split_names
 from manualpar.core.summary import describe_function
 
 

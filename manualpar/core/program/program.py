@@ -8,12 +8,15 @@ shardings, so that no device ever holds more than its shards. A step is also one
 jits the functions (`_assemble`). Building uses no device, so the mesh may be abstract.
 """
 
+import abc
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Unpack, cast
+from typing import Any, NoReturn, Protocol, Unpack, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -22,21 +25,23 @@ from manualpar.core.checks.context_check import check_context
 from manualpar.core.checks.trainable_check import check_trainable
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
 from manualpar.core.mesh.mesh_context import (
+    OutsideMeshes,
     cannot_pickle,
     explain_shardings,
     no_mesh,
     on_auto_axes,
 )
 from manualpar.core.mesh.roles import AxisRoles
-from manualpar.core.mesh.splitting import check_batch, shapes_of_batch
+from manualpar.core.mesh.splitting import check_batch, shapes_of_batch, typed_key
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.option_table import check_options, with_defaults
 from manualpar.core.model.options import (
     PROGRAM_OPTIONS,
     ProgramOptions,
+    check_options,
     choose_formats,
     explain_dtypes,
+    with_defaults,
 )
 from manualpar.core.model.trace_model import TracedModel, trace_model
 from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
@@ -45,26 +50,279 @@ from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName, Pipelined, Strategy
 from manualpar.core.parameters.annotations import check_rules
-from manualpar.core.parameters.comm_policy import CommPolicy
-from manualpar.core.parameters.parameter_info import ParameterInfo
+from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.parameters.placement import (
+    ParameterInfo,
     Placement,
     Route,
+    like_params,
+    map_padded,
+    param_specs,
     route_parameter,
+    state_specs,
     with_shardings,
 )
-from manualpar.core.parameters.trainable import trained
-from manualpar.core.program.gradient_rounding import gradient_rounding
-from manualpar.core.program.initial_state import InitialState
-from manualpar.core.program.jitted_steps import EvalStep, JittedSteps, TrainStep
-from manualpar.core.program.load_state import Missing, StartsFromArrays
-from manualpar.core.program.optimizer_update import Update
-from manualpar.core.program.outer_steps import OuterSteps, StepFunction
+from manualpar.core.parameters.sharded_parameter import pad_leaf
+from manualpar.core.parameters.trainable import partition, trained
+from manualpar.core.program.gradient_rounding import GradientRounding, gradient_rounding
+from manualpar.core.program.guarded_step import GuardedStep, check_state
+from manualpar.core.program.load_state import Missing, StartsFromArrays, check_has_devices
+from manualpar.core.program.optimizer_update import Update, explain_optimizer
 from manualpar.core.program.placement_check import check_strategy, place_parameter
 from manualpar.core.program.step import Step
+from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized, describe_shapes, describe_tree
-from manualpar.core.trees import Batch
+from manualpar.core.trees import Batch, Placements, Specs
+
+# -------------------------------------------------------------------------------------------------
+# Makes a program's training state before the first step: its values, padding and shardings.
+
+
+class InitialState:
+    """Makes, pads and shards the training state.
+
+    Attributes:
+      unpadded: The abstract state without padding, as on one device.
+      padded: The abstract state with the program's padding.
+      layout: The state with a `PartitionSpec` at each leaf.
+      opt_padding: The padding of each leaf of the optimizer's state.
+    """
+
+    def __init__(
+        self,
+        model: TracedModel,
+        tx: optax.GradientTransformation,
+        placements: Placements,
+        rounding: GradientRounding,
+    ) -> None:
+        self._model, self._tx, self._placements, self._rounding = model, tx, placements, rounding
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        self.unpadded = jax.eval_shape(self._state, model.variables, key)
+        opt_placements = like_params(
+            self.unpadded.opt_state, self.unpadded.params, placements, Placement(())
+        )
+        self.opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
+        self.padded = jax.eval_shape(self._pad, self.unpadded)
+        layout = jax.tree.map(lambda _: PartitionSpec(), self.padded)
+        self.layout = layout.replace(
+            params=param_specs(placements),
+            opt_state=state_specs(opt_placements),
+            local=rounding.specs(),
+        )
+
+    def create(self, rng: jax.Array) -> TrainState:
+        """Creates the initial state, with padding."""
+        init_rng, rng = jax.random.split(rng)
+        return self._pad(self._state(self._model.create_variables(init_rng), rng))
+
+    def _pad(self, state: TrainState) -> TrainState:
+        params = jax.tree.map(
+            lambda place, x: pad_leaf(x, place.parameter_padding), self._placements, state.params
+        )
+        opt_state = map_padded(pad_leaf, state.opt_state, self.opt_padding)
+        return state.replace(params=params, opt_state=opt_state)
+
+    def _state(self, variables: dict[str, Any], rng: jax.Array) -> TrainState:
+        params = variables["params"]
+        with explain_optimizer("its init"):
+            opt_state = self._tx.init(partition(self._placements, params)[0])
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            apply_fn=self._model.apply_fn,
+            params=params,
+            tx=self._tx,
+            opt_state=opt_state,
+            rng=rng,
+            collections={name: tree for name, tree in variables.items() if name != "params"},
+            local=self._rounding.zeros(),
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# Jits the functions of a program, with the shardings of its state.
+
+
+class TrainStep(Protocol):
+    """A jitted step of training."""
+
+    def __call__(self, state: TrainState, batch: Batch, /) -> tuple[TrainState, Metrics]:
+        """Makes a training step; the state is donated."""
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the step, as `jax.jit` does."""
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the step, as `jax.jit` does."""
+
+
+class EvalStep(Protocol):
+    """A jitted step of evaluation."""
+
+    def __call__(self, state: TrainState, batch: Batch, /) -> Metrics:
+        """Computes the metrics of a batch."""
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the step, as `jax.jit` does."""
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the step, as `jax.jit` does."""
+
+
+class JittedSteps:
+    """Jits functions of a training state on a mesh.
+
+    A step runs on a mesh with automatic axes. States and batches are sharded over the same mesh,
+    but its axes are explicit if any axis of the user's mesh is explicit.
+
+    Attributes:
+      mesh: The mesh over which states and batches are sharded.
+      shardings: The state with a sharding at each leaf.
+      abstract_state: The state as `jax.ShapeDtypeStruct`s with shardings.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | AbstractMesh,
+        layout: TrainState,
+        state: TrainState,
+        compiler_options: dict[str, Any] | None,
+    ) -> None:
+        """Decides the shardings.
+
+        Args:
+          mesh: The user's mesh.
+          layout: The state with a `PartitionSpec` at each leaf.
+          state: The abstract state, without shardings.
+          compiler_options: XLA's options for steps.
+        """
+        is_explicit = AxisType.Explicit in mesh.axis_types
+        axis_type = AxisType.Explicit if is_explicit else AxisType.Auto
+        self.mesh: Any = with_axis_types(mesh, axis_type)
+        self._layout, self._compiler_options = layout, compiler_options
+        self.shardings = self.shard(layout)
+        self.abstract_state: TrainState = with_shardings(state, self.shardings)
+
+    def shard(self, specs: Specs) -> Any:
+        """Returns a sharding for each `PartitionSpec` of a tree."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+    def jit_init(self, create: Callable[[jax.Array], TrainState]) -> Callable[..., TrainState]:
+        """Jits `create`, which makes a state from a key. The result also takes raw keys."""
+        jitted = self._jit(create, self._layout, out_shardings=self.shardings)
+
+        def init(rng: Any) -> TrainState:
+            check_has_devices("init", self.mesh)
+            return cast(TrainState, jitted(typed_key("init", rng)))
+
+        return init
+
+    def jit_train_step(self, function: Callable[..., Any]) -> TrainStep:
+        """Jits a `function(state, batch) -> (state, metrics)`; its calls donate the state."""
+        jitted = self._jit(
+            function,
+            (self._layout, PartitionSpec()),
+            in_shardings=(self.shardings, None),
+            out_shardings=(self.shardings, None),
+            donate_argnums=0,
+            compiler_options=self._compiler_options,
+        )
+        return cast(TrainStep, self._guarded("train_step", jitted))
+
+    def jit_eval_step(self, function: Callable[..., Any]) -> EvalStep:
+        """Jits a `function(state, batch) -> metrics`."""
+        jitted = self._jit(
+            function,
+            PartitionSpec(),
+            in_shardings=(self.shardings, None),
+            compiler_options=self._compiler_options,
+        )
+        return cast(EvalStep, self._guarded("eval_step", jitted))
+
+    def jit_update(self, function: Callable[[TrainState], TrainState]) -> OutsideMeshes:
+        """Jits a `function(state) -> state`; its calls donate the state."""
+        return self._jit(
+            function,
+            self._layout,
+            in_shardings=(self.shardings,),
+            out_shardings=self.shardings,
+            donate_argnums=0,
+            compiler_options=self._compiler_options,
+        )
+
+    def check(self, name: str) -> Callable[[Any], None]:
+        """Returns a function that refuses a state that does not fit; errors begin with `name`."""
+        return functools.partial(check_state, name, self.abstract_state)
+
+    def _jit(self, function: Callable[..., Any], out_specs: Specs, **options: Any) -> OutsideMeshes:
+        on_auto = on_auto_axes(function, mesh=self.mesh, out_specs=out_specs)
+        return OutsideMeshes(jax.jit(on_auto, **options))
+
+    def _guarded(self, name: str, step: OutsideMeshes) -> Any:
+        if isinstance(self.mesh, AbstractMesh):  # Such a step can only be traced.
+            return step
+        return GuardedStep(name, step.jitted, self.mesh, self.check(name))
+
+
+# -------------------------------------------------------------------------------------------------
+# The interface of outer steps, in which replicas that train separately exchange parameters.
+
+
+# (state, batch) -> (state, metrics).
+StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class OuterSteps(Summarized, abc.ABC):
+    """The outer steps of a program whose replicas train separately, such as DiLoCo.
+
+    Attributes:
+      inner: The program of one replica, on a mesh without the replicas' axes. This program can be
+        traced.
+      replica_axes: The mesh axes of the replicas.
+      every: The number of steps between two exchanges of the same fragment. A fragment is a set of
+        parameters that are exchanged in the same outer step.
+      fragments: For each of `Program.parameters` the number of its fragment; `None` for a frozen
+        parameter.
+      steps: For each fragment, a jitted `outer_step(state) -> state` that exchanges the fragment.
+        The state is donated.
+      overlapped_steps: For each fragment, a train step `(state, batch) -> (state, metrics)` that
+        also exchanges the fragment; `()` without overlap.
+      comm: The format in which the replicas' differences from the common parameters are sent.
+    """
+
+    inner: "Program"
+    replica_axes: tuple[str, ...]
+    every: int
+    fragments: tuple[int | None, ...]
+    steps: tuple[Any, ...]
+    overlapped_steps: tuple[Any, ...]
+    comm: CommPolicy
+
+    @abc.abstractmethod
+    def step_at(self, number: int) -> StepFunction:
+        """Returns the function that takes step `number`, counted from 1."""
+
+    @abc.abstractmethod
+    def start_replicas(self, program: "Program", state: TrainState) -> TrainState:
+        """Replaces all replicas in a state by new ones that start with the state's parameters."""
+
+    @abc.abstractmethod
+    def for_replicas_of(self, program: "Program", per_device: Mapping[str, Any]) -> "Program":
+        """Returns a program that loads states with the number of replicas in `per_device`.
+
+        Args:
+          program: The program of these outer steps.
+          per_device: The arrays of `TrainState.local`, or their shapes.
+        """
+
+    @abc.abstractmethod
+    def regroup(self, program: "Program", state: TrainState) -> TrainState:
+        """Converts a state with another number of replicas to a state of `program`."""
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 _MODES: dict[str, type[Mode]] = {x.name: x for x in (Manual, Auto, Explicit, Unconstrained)}
 

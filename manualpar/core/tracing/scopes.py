@@ -4,7 +4,11 @@ The jaxpr, the metadata of the compiled program, and profiles show these names. 
 module or parameter is known, the path comes before the name.
 """
 
+import functools
 import re
+from typing import NamedTuple
+
+import numpy as np
 
 GATHER_SCOPE = "gather_params"
 SCATTER_SCOPE = "scatter_gradients"
@@ -69,3 +73,81 @@ def purpose_of(scope: str) -> str | None:
 def scope_names(scope: str) -> list[str]:
     """Splits a name stack into its scopes and transformations, outermost first."""
     return [name for name in re.split(r"[/()]", scope) if name]
+
+
+# -------------------------------------------------------------------------------------------------
+# A named scope that records in how many ticks each stage of a pipeline runs a branch.
+#
+# All stages of a pipeline run one program, a loop over the ticks of the schedule. In each tick a
+# stage looks up in a table which branch of a `cond` it runs. So neither the jaxpr nor the compiled
+# program shows how often a branch runs.
+
+
+_TICKS = re.compile(r"ticks((?:_\d+)+)_in_(\d+)_of_(\d+)")
+
+
+class TickRuns(NamedTuple):
+    """The number of a pipeline's ticks in which an operation runs.
+
+    Attributes:
+      runs: For each stage, the number of ticks in which it runs the operation. Only the innermost
+        `ticks_scope` counts.
+      together: The number of ticks in which at least one stage runs the operation.
+      ticks: The number of all ticks.
+    """
+
+    runs: tuple[int, ...]
+    together: int
+    ticks: int
+
+
+def ticks_scope(is_run: np.ndarray) -> str:
+    """Returns the named scope for a `cond` with one empty branch.
+
+    Args:
+      is_run: `bool[ticks, stages]`, whether the stage runs the other branch in the tick.
+    """
+    runs = "_".join(map(str, is_run.sum(axis=0).tolist()))
+    return f"ticks_{runs}_in_{is_run.any(axis=1).sum()}_of_{len(is_run)}"
+
+
+@functools.lru_cache(maxsize=4096)
+def innermost_ticks(scope: str) -> str:
+    """Returns the last `ticks_scope` name in a scope; "" if there is none."""
+    return next((name for name in reversed(scope.split("/")) if _TICKS.fullmatch(name)), "")
+
+
+def ticks_run(scope: str) -> TickRuns | None:
+    """Reads the numbers from a `ticks_scope`; `None` if the innermost scope is another one."""
+    if found := _TICKS.fullmatch(scope.rpartition("/")[2]):
+        return TickRuns(tuple(map(int, found[1][1:].split("_"))), int(found[2]), int(found[3]))
+    return None
+
+
+# -------------------------------------------------------------------------------------------------
+# A named scope that records how many blocks of the score matrix attention computes.
+#
+# A kernel of attention leaves out the blocks that its mask hides. The mask is data, so neither the
+# jaxpr nor the compiled program shows how many blocks are left.
+
+
+# The matrix products for each block, forward and backward: all of them, and those that count in
+# reported FLOP/s. The backward pass computes the scores again, and this product does not count.
+PRODUCTS_COMPUTED, PRODUCTS_COUNTED = 7, 6
+_BLOCKS = re.compile(r"\bscore_blocks_(\d+)\b")
+
+
+def blocks_scope(blocks: int) -> str:
+    """Returns the named scope around the forward and the backward pass of blockwise attention.
+
+    Args:
+      blocks: The number of blocks of scores that are computed for one head of one example. With a
+        causal mask they are the blocks on and below the diagonal.
+    """
+    return f"score_blocks_{blocks}"
+
+
+def blocks_computed(scope: str) -> int | None:
+    """Reads the number of blocks from the innermost `blocks_scope`; `None` without such a scope."""
+    found = _BLOCKS.findall(scope)
+    return int(found[-1]) if found else None

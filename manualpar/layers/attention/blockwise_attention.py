@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
-from manualpar.core.tracing.attention_blocks import blocks_scope
+from manualpar.core.tracing.scopes import blocks_scope
 from manualpar.layers.boundaries import platform_traced_for
 
 # The checkpoint name of attention's result, for rematerialisation policies.

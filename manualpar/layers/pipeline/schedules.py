@@ -18,22 +18,360 @@ long as two F, that would lose a quarter of the time.
 """
 
 import collections
+import dataclasses
 import heapq
+import string
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from manualpar.layers.pipeline.schedule_check import check_table
-from manualpar.layers.pipeline.schedule_table import (
-    BACKWARD_ROWS,
-    FORWARD_ROWS,
-    HOP_ROWS,
-    NOTHING,
-    Event,
-    PassKind,
-    Table,
+# -------------------------------------------------------------------------------------------------
+# A schedule of a pipeline: a table of the passes that each stage computes in each tick.
+#
+# S stages take M microbatches through v S chunks of layers. Chunk k runs on stage k % S, where it
+# is chunk k // S of v. In a *tick* every device runs at most one F (the forward pass of a
+# microbatch through a chunk), then at most one B (the backward pass), and then a *hop*:
+# activations are sent to the next stage, and gradients to the previous stage. The F of the last
+# chunk also computes the loss and its gradient, so that the B of the last chunk may follow in the
+# same tick.
+#
+# A device keeps the inputs of its chunks, and the gradients of the chunks' outputs, in *slots*.
+
+
+FORWARD_ROWS = (
+    "forward_microbatch",
+    "forward_chunk",
+    "forward_slot",
+    "is_first",
+    "is_last",
+    "last_gradient_slot",
 )
+BACKWARD_ROWS = (
+    "backward_microbatch",
+    "backward_chunk",
+    "backward_slot",
+    "gradient_slot",
+    "backward_is_first",
+)
+HOP_ROWS = ("arriving_slot", "arriving_gradient_slot")
+# Row -> the number that means "no entry". In rows that are not listed, -1 means it.
+NOTHING = {"is_first": 0, "is_last": 0, "backward_is_first": 0}
+
+TableRows: TypeAlias = Mapping[str, np.ndarray]
+PassKind: TypeAlias = Literal["F", "B"]
+
+
+class Event(NamedTuple):
+    """A stage's F or B of a microbatch; `chunk` is the number among the chunks of all stages."""
+
+    tick: int
+    stage: int
+    kind: PassKind
+    microbatch: int
+    chunk: int
+
+
+class Costs(NamedTuple):
+    """The times that the parts of a tick take, in any unit.
+
+    Attributes:
+      forward: The forward pass of a chunk.
+      backward: The backward pass of a chunk, and the forward pass if it is computed again.
+      before: The part of the model before its layers, forward, in the F of the first chunk.
+      before_backward: The same part backward, in the B of the first chunk.
+      after: The part of the model after its layers, forward and backward, in the last chunk's F.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    before: float = 0.0
+    before_backward: float = 0.0
+    after: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """A schedule of S stages, M microbatches, v chunks on each stage and T ticks.
+
+    Attributes:
+      name: The name of the schedule, `gpipe` or `1f1b`.
+      num_stages: S.
+      num_microbatches: M.
+      chunks: v.
+      events: Every F and B, ordered by tick.
+      rows: The arrays that an executor reads, each int32[T, S]. -1 means that there is no entry.
+        `is_first`, `is_last` and `backward_is_first` have 0 for no and 1 for yes instead. For an F:
+        `forward_microbatch`, `forward_chunk` (of v) and `forward_slot` (the slot of the chunk's
+        input); `is_first` and `is_last` (whether the chunk is the first or last of all stages);
+        `last_gradient_slot` (the slot into which the F of the last chunk puts its gradient). For a
+        B: `backward_microbatch`, `backward_chunk`, `backward_slot` (the slot of the chunk's input),
+        `gradient_slot` (the slot of the gradient of the chunk's output), `backward_is_first`. For
+        the hop: `arriving_slot` and `arriving_gradient_slot`, the slots into which the hop puts the
+        arriving values.
+      activation_slots: The number of slots that a device needs for inputs of chunks.
+      gradient_slots: The number of slots that a device needs for gradients; 0 without backward
+        passes.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    chunks: int
+    events: tuple[Event, ...]
+    rows: TableRows = dataclasses.field(repr=False, compare=False)  # Computed from events.
+    activation_slots: int
+    gradient_slots: int
+
+    @property
+    def num_ticks(self) -> int:
+        """The number of ticks, T."""
+        return len(self.rows["forward_microbatch"])
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there are backward passes."""
+        return self.gradient_slots > 0
+
+    def is_run(self, row: str, *, together: bool = False) -> np.ndarray:
+        """Returns in which ticks each stage has an entry in a row, `bool[T, S]`.
+
+        With `together`, a stage also counts in ticks in which only other stages have an entry.
+        """
+        is_run = self.rows[row] > NOTHING.get(row, -1)
+        return is_run | (together & is_run.any(axis=1, keepdims=True))
+
+    @property
+    def kept(self) -> np.ndarray:
+        """The number of chunk inputs that each stage keeps in each tick: `[T, S]`.
+
+        An input counts from its F to its B, or only in its F without backward passes.
+        """
+        started = np.cumsum(self.rows["forward_microbatch"] >= 0, axis=0)
+        ends = "backward_microbatch" if self.has_backward else "forward_microbatch"
+        ended = np.cumsum(self.rows[ends] >= 0, axis=0)
+        return started - np.pad(ended, ((1, 0), (0, 0)))[:-1]
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The maximum of `kept` for each stage."""
+        return tuple(self.kept.max(axis=0).tolist())
+
+    @property
+    def bubble(self) -> float:
+        """The share of time in which a device is idle, if only chunks take time."""
+        return self.idle_share(Costs())
+
+    def busy(self, costs: Costs) -> np.ndarray:
+        """Returns the time of each F and B for each tick and stage: `[2, T, S]`."""
+        rows = self.rows
+        forward = (
+            costs.forward * (rows["forward_microbatch"] >= 0)
+            + costs.before * rows["is_first"]
+            + costs.after * rows["is_last"]
+        )
+        backward = (
+            costs.backward * (rows["backward_microbatch"] >= 0)
+            + costs.before_backward * rows["backward_is_first"]
+        )
+        return np.stack([forward, backward])
+
+    def tick_times(self, costs: Costs) -> np.ndarray:
+        """Returns how long each tick lasts, `[T]`.
+
+        A tick lasts as long as its slowest stage, because in the hop stages wait for each other.
+        """
+        return np.asarray(self.busy(costs).sum(axis=0).max(axis=1))
+
+    def idle_share(self, costs: Costs) -> float:
+        """Returns the share of time in which a device is idle, on average over the stages."""
+        computing = self.busy(costs).sum() / self.num_stages
+        return float(1 - computing / self.tick_times(costs).sum())
+
+
+# -------------------------------------------------------------------------------------------------
+# Checks a schedule's table by a simulation, without using the code that made the table.
+#
+# `schedule_table` explains the terms F, B, chunk, hop and slot. In the simulation a slot holds the
+# name of an array. Every F and B has to find the arrays that it reads, and no array may replace
+# one that is still needed.
+
+
+# The name of an array: a microbatch, and the chunk that reads the array.
+_Value: TypeAlias = tuple[int, int]
+
+
+def check_table(table: Table) -> None:
+    """Refuses a table that an executor could not carry out, or that contradicts itself.
+
+    Raises:
+      ValueError: An F or B is missing, comes twice or comes before a pass that it depends on. An
+        array is put where no pass reads it, or replaces one that is still needed. The table has
+        more or fewer slots than are used. Rows have an entry where there is no pass, or disagree
+        with the events.
+    """
+    names = {*FORWARD_ROWS, *BACKWARD_ROWS, *HOP_ROWS}
+    if set(table.rows) != names:
+        raise ValueError(
+            f"{table.name} table: rows are {sorted(table.rows)}, expected {sorted(names)}."
+        )
+    shape = (table.num_ticks, table.num_stages)
+    for name, row in table.rows.items():
+        if row.shape != shape or row.dtype != np.int32:
+            raise ValueError(
+                f"{table.name} table: rows[{name!r}] is {row.dtype}{list(row.shape)}, expected "
+                f"int32{list(shape)}."
+            )
+    run = _Run(table)
+    rows = {name: row.tolist() for name, row in table.rows.items()}
+    for tick in range(table.num_ticks):
+        for phase in (run.compute, run.hop):
+            for stage in range(table.num_stages):
+                try:
+                    phase(tick, stage, {name: row[tick][stage] for name, row in rows.items()})
+                except ValueError as error:
+                    raise ValueError(
+                        f"{table.name} table, tick {tick}, stage {stage}: {error}."
+                    ) from None
+    try:
+        run.finish()
+    except ValueError as error:
+        raise ValueError(f"{table.name} table: {error}.") from None
+
+
+class _Slots:
+    """The slots of a stage, for inputs or for gradients."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used: dict[int, _Value] = {}
+        self.most = 0  # Maximum number of slots in use at one time.
+
+    def put(self, slot: int, value: _Value) -> None:
+        if not 0 <= slot < self.size:
+            raise ValueError(f"puts {_describe(value)} into slot {slot} of {self.size}")
+        if slot in self.used:
+            raise ValueError(
+                f"puts {_describe(value)} into slot {slot}, where {_describe(self.used[slot])} is "
+                "still needed"
+            )
+        self.used[slot] = value
+        self.most = max(self.most, len(self.used))
+
+    def read(self, slot: int, value: _Value, *, ends: bool) -> None:
+        """Checks that a slot holds `value`, and frees the slot if this is the last read."""
+        if self.used.get(slot) != value:
+            found = _describe(self.used[slot]) if slot in self.used else "nothing"
+            raise ValueError(f"reads slot {slot} for {_describe(value)}, but it holds {found}")
+        if ends:
+            del self.used[slot]
+
+
+class _Run:
+    """A simulation of a table: the passes that have run, and the contents of the slots."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.last_chunk = table.num_stages * table.chunks - 1
+        self.has_backward = bool((table.rows["backward_microbatch"] != -1).any())
+        self.inputs = [_Slots(table.activation_slots) for _ in range(table.num_stages)]
+        self.gradients = [_Slots(table.gradient_slots) for _ in range(table.num_stages)]
+        self.events: list[Event] = []
+        self.done: set[tuple[PassKind, int, int]] = set()
+        # Arrays that arrive in this tick's hop, by the receiving stage.
+        self.arriving: dict[int, _Value] = {}
+        self.arriving_gradients: dict[int, _Value] = {}
+
+    def compute(self, tick: int, stage: int, row: Mapping[str, int]) -> None:
+        """Simulates a stage's F and then its B, if there are any."""
+        if (m := row["forward_microbatch"]) == -1:
+            _expect(row, {name: NOTHING.get(name, -1) for name in FORWARD_ROWS})
+        else:
+            k = self.note(Event(tick, stage, "F", m, row["forward_chunk"]))
+            self.forward(stage, row, m, k)
+        if (m := row["backward_microbatch"]) == -1:
+            _expect(row, {name: NOTHING.get(name, -1) for name in BACKWARD_ROWS})
+        else:
+            k = self.note(Event(tick, stage, "B", m, row["backward_chunk"]))
+            self.backward(stage, row, m, k)
+
+    def note(self, event: Event) -> int:
+        """Records an F or B; returns its chunk, counted over all stages."""
+        table, (_, stage, kind, m, stage_chunk) = self.table, event
+        if not (0 <= m < table.num_microbatches and 0 <= stage_chunk < table.chunks):
+            raise ValueError(
+                f"there is no {kind} of microbatch {m}, chunk {stage_chunk} of the stage"
+            )
+        k = stage_chunk * table.num_stages + stage
+        if (kind, m, k) in self.done:
+            raise ValueError(f"{kind} of {_describe((m, k))} comes again")
+        self.done.add((kind, m, k))
+        self.events.append(event._replace(chunk=k))
+        return k
+
+    def forward(self, stage: int, row: Mapping[str, int], m: int, k: int) -> None:
+        _expect(row, {"is_first": int(k == 0), "is_last": int(k == self.last_chunk)})
+        slots, slot = self.inputs[stage], row["forward_slot"]
+        if k == 0:
+            slots.put(slot, (m, k))
+        slots.read(slot, (m, k), ends=not self.has_backward)
+        if k < self.last_chunk:
+            self.arriving[(stage + 1) % self.table.num_stages] = (m, k + 1)
+        if k == self.last_chunk and self.has_backward:
+            self.gradients[stage].put(row["last_gradient_slot"], (m, k))
+        else:
+            _expect(row, {"last_gradient_slot": -1})
+
+    def backward(self, stage: int, row: Mapping[str, int], m: int, k: int) -> None:
+        _expect(row, {"backward_is_first": int(k == 0)})
+        if ("F", m, k) not in self.done:
+            raise ValueError(f"B of {_describe((m, k))} comes before its F")
+        self.inputs[stage].read(row["backward_slot"], (m, k), ends=True)
+        self.gradients[stage].read(row["gradient_slot"], (m, k), ends=True)
+        if k:
+            self.arriving_gradients[(stage - 1) % self.table.num_stages] = (m, k - 1)
+
+    def hop(self, tick: int, stage: int, row: Mapping[str, int]) -> None:
+        """Puts the arrays that a stage receives in this tick into slots."""
+        for name, slots, arriving in (
+            ("arriving_slot", self.inputs[stage], self.arriving),
+            ("arriving_gradient_slot", self.gradients[stage], self.arriving_gradients),
+        ):
+            if stage in arriving:
+                slots.put(row[name], arriving.pop(stage))
+            else:
+                _expect(row, {name: -1})
+
+    def finish(self) -> None:
+        """Refuses missing passes, and slots or events that disagree with the rows."""
+        table = self.table
+        passes = 1 + self.has_backward
+        expected = passes * (self.last_chunk + 1) * table.num_microbatches
+        if len(self.done) != expected:
+            raise ValueError(f"{len(self.done)} F and B in all, expected {expected}")
+        for name, slots in (("activation_slots", self.inputs), ("gradient_slots", self.gradients)):
+            most = max(each.most for each in slots)
+            if getattr(table, name) != most:
+                raise ValueError(
+                    f"{name}={getattr(table, name)}, but {most} slots are used at a time"
+                )
+        if sorted(self.events) != sorted(table.events):
+            odd = sorted(set(self.events) ^ set(table.events)) or [max(table.events)]
+            raise ValueError(f"{odd[0]} is not in both the events and the rows, or is there twice")
+
+
+def _describe(value: _Value) -> str:
+    return f"microbatch {value[0]} of chunk {value[1]}"
+
+
+def _expect(row: Mapping[str, int], expected: Mapping[str, int]) -> None:
+    for name, value in expected.items():
+        if row[name] != value:
+            raise ValueError(f"{name} is {row[name]}, expected {value}")
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b"]
 # A microbatch and a chunk.
@@ -195,3 +533,59 @@ def _rows(
             if k:
                 rows["arriving_gradient_slot"][there] = slots["B", m, k - 1]
     return rows
+
+
+# -------------------------------------------------------------------------------------------------
+# A schedule as text: a line of F and a line of B for each stage, and a column for each tick.
+
+
+def describe_schedule(table: Table, *, width: int = 100) -> str:
+    """Draws a table, below a summary of the table's bubble and slots.
+
+    A number is a microbatch. If a stage has several chunks, a letter after the number is the chunk.
+    `a` is the chunk nearest to the input of the model.
+
+    Args:
+      table: The table.
+      width: The maximum number of characters in a line. Ticks that do not fit follow below.
+    """
+    rows = {}
+    for stage in range(table.num_stages):
+        for kind in ("forward", "backward") if table.has_backward else ("forward",):
+            places = zip(
+                table.rows[f"{kind}_microbatch"][:, stage].tolist(),
+                table.rows[f"{kind}_chunk"][:, stage].tolist(),
+                strict=True,
+            )
+            name = f"stage {stage} F" if kind == "forward" else " B"
+            rows[stage, name] = ["." if m < 0 else describe_place(table, m, c) for m, c in places]
+    ticks = list(map(str, range(table.num_ticks)))
+    size = 1 + max(len(text) for row in (ticks, *rows.values()) for text in row)
+    start = max(len(name) for _, name in rows)
+    lines = [*_summary(table)]
+    step = max((width - start) // size, 1)
+    for first in range(0, table.num_ticks, step):
+        lines.append("")
+        for name, row in (("tick", ticks), *((name, row) for (_, name), row in rows.items())):
+            shown = "".join(text.rjust(size) for text in row[first : first + step])
+            lines.append((name.rjust if name == " B" else name.ljust)(start) + shown)
+    return "\n".join(lines)
+
+
+def describe_place(table: Table, microbatch: int, chunk: int) -> str:
+    """Writes a microbatch in a chunk as `3`, or `3b` if a stage has several chunks."""
+    if table.chunks == 1:
+        return str(microbatch)
+    letters = string.ascii_lowercase
+    return f"{microbatch}{letters[chunk] if table.chunks <= len(letters) else f'.{chunk}'}"
+
+
+def _summary(table: Table) -> tuple[str, ...]:
+    chunks = "" if table.chunks == 1 else f" of {table.chunks} chunks"
+    in_flight = " ".join(map(str, table.in_flight))
+    return (
+        f"{table.name}: {table.num_stages} stages{chunks}, {table.num_microbatches} microbatches, "
+        f"{table.num_ticks} ticks, bubble {table.bubble:.1%}",
+        f"slots: {table.activation_slots} for inputs, {table.gradient_slots} for gradients; "
+        f"inputs in flight by stage: {in_flight}",
+    )

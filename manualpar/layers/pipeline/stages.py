@@ -9,13 +9,13 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.model.option_table import check_choice
+from manualpar.core.model.options import check_choice
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.trees import path_name
 from manualpar.layers.pipeline.cut import check_divides, find_stacked
 from manualpar.layers.pipeline.executor import PipelineRun
-from manualpar.layers.pipeline.saved_activations import PipelineSaves
 from manualpar.layers.pipeline.schedules import ScheduleName
+from manualpar.layers.pipeline.staged_loss import PipelineSaves
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 KEEPS: tuple[PipelineSaves, ...] = get_args(PipelineSaves)

@@ -21,31 +21,328 @@ import dataclasses
 import difflib
 import fnmatch
 import math
+import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core.scope import LazyRng
+from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.model.interface import ModelInterface, interface_of, register_interface
-from manualpar.core.model.linen.linen_model import LinenModel
-from manualpar.core.parameters.sharded_parameter import is_box
-from manualpar.layers import TensorParallel
-from manualpar.models.finetuning.adapted_parameter import (
-    DOWN,
-    UP,
-    PlainShape,
-    adapt_parameters,
-    make_adapter,
-    plain_shapes,
+from manualpar.core.model.linen_model import LinenModel
+from manualpar.core.parameters.sharded_parameter import ArrayBox, is_box
+from manualpar.layers import SplitDense, TensorParallel, leave
+from manualpar.layers.ring import gather_matmul, matmul_scatter
+from manualpar.models.finetuning.quantized import (
+    CODES,
+    SCALES,
+    EncodedParameter,
+    QuantizedModel,
+    WrappingInterface,
+    plain_shape,
 )
-from manualpar.models.finetuning.low_rank import ADAPTED_LAYERS, add_low_rank, input_dims
-from manualpar.models.finetuning.quantized import QuantizedModel
-from manualpar.models.finetuning.wrapped_model import WrappingInterface
+from manualpar.models.transformer_layer import Compress, Expand
+
+# -------------------------------------------------------------------------------------------------
+# Computes the product that a low-rank adapter adds to a layer's result.
+#
+# A layer with a kernel `W` computes `x W`. With an adapter it computes `x W + (alpha / r) (x a)
+# b`, where `a` maps the input to `r` features and `b` maps these features to the output (Hu et
+# al., LoRA, https://arxiv.org/abs/2106.09685). The product `a b` is never computed, so no array of
+# the size of `W` is made. The gradient of `W`, which costs as much as the layer's forward pass, is
+# not computed.
+#
+# The layer's fields (`SplitDense.contracted`, `nn.DenseGeneral.axis`) determine the input dims of
+# the kernel. `a` has the input dims and then `r`; `b` has `r` and then the output dims. So `b` is
+# sharded in a column-parallel layer, and `a` in a row-parallel layer, each along the dim along
+# which the kernel is sharded.
+#
+# The kernel that expands the latents of attention multiplies latents or queries, see
+# `manualpar.models.transformer_layer`. So the product `a b` is added to this kernel itself.
+#
+# Invariants: an adapter computes in the dtype of its layer. A layer that cannot have an adapter is
+# refused, and the message gives the reason.
+#
+# Symbols: `r` the rank of an adapter.
+
+
+ADAPTED_LAYERS = "SplitDense, nn.Dense, nn.DenseGeneral or nn.Einsum"
+
+
+def input_dims(module: nn.Module) -> int:
+    """Counts the input dims of a layer's kernel, which are the kernel's first dims.
+
+    Raises:
+      ValueError: The layer cannot have an adapter. The message is the end of a sentence; the caller
+        adds the layer's path at its beginning.
+    """
+    kind = _kind_of(module)
+    if kind is SplitDense:
+        return int(module.contracted)
+    if kind in (nn.Dense, Compress, Expand):
+        return 1
+    if kind is nn.DenseGeneral:
+        if module.batch_dims:
+            raise ValueError(f"has batch_dims={module.batch_dims}, expected none")
+        return len(_tuple(module.axis))
+    if kind is nn.Einsum:
+        x, kernel, y = _einsum_terms(module)
+        inputs = [name for name in kernel if name in x]
+        if set(inputs) & set(y) or "".join(inputs) != kernel[: len(inputs)]:
+            raise ValueError(
+                f"computes {module.einsum_str!r}, expected that the dims which the kernel shares "
+                "with the input are its first dims, and are summed over"
+            )
+        rest = "".join(name for name in x if name not in inputs)
+        if not inputs or y != rest + kernel[len(inputs) :]:
+            raise ValueError(
+                f"computes {module.einsum_str!r}, expected a result with the other dims of the "
+                "input and then those of the kernel, in their order"
+            )
+        return len(inputs)
+    raise ValueError(f"is a {type(module).__name__}, expected one of {ADAPTED_LAYERS}")
+
+
+def add_low_rank(
+    module: nn.Module, x: Any, y: Any, a: jax.Array, b: jax.Array, scale: float
+) -> Any:
+    """Adds the product of a layer's adapter to the layer's result `y`.
+
+    Args:
+      module: The layer.
+      x: The layer's input; for a column-parallel layer the result of `enter` or `enter_ring`; not
+        used for `Expand`, which has none.
+      y: The layer's result.
+      a: `[..., r]`; the first dims are the kernel's input dims, or this device's shard of them.
+      b: `[r, ...]`; the last dims are the kernel's output dims, or this device's shard of them.
+      scale: The factor by which the product is multiplied, `alpha / r`.
+
+    Returns:
+      The sum: an array, or `Chunks` if `y` is `Chunks`.
+
+    Communication:
+      None if the layer is column-parallel. In a row-parallel layer, `leave` or `matmul_scatter` of
+      the product `x a`, which has only `r` features.
+    """
+    kind, inputs = _kind_of(module), a.ndim - 1
+    if kind is Expand:
+        x = ()
+    parts, structure = jax.tree.flatten(x)
+    dtype = module.config.dtype if kind in (Compress, Expand) else module.dtype
+    *parts, a, b = promote_dtype(*parts, a, b, dtype=dtype)
+    x = jax.tree.unflatten(structure, parts)
+    if kind is SplitDense:
+        low = _split_product(module, x, a, y)
+    elif kind is Expand:
+        low = a
+    elif kind is nn.Einsum:
+        terms = _einsum_terms(module)
+        dims = [terms[0].index(name) - len(terms[0]) for name in terms[1][:inputs]]
+        low = _contract(x, a, dims)
+    else:
+        axis = _tuple(module.axis) if kind is nn.DenseGeneral else (-1,)
+        low = _contract(x, a, axis)
+    return jax.tree.map(lambda y, more: y + scale * more.astype(y.dtype), y, gather_matmul(low, b))
+
+
+def _split_product(module: Any, x: Any, a: jax.Array, y: Any) -> Any:
+    """Computes `x a` for a `SplitDense`; sums it over devices if the layer is row-parallel."""
+    axes = tuple(axis for name in module.names[: module.contracted] for axis in axis_tuple(name))
+    if not axes:
+        return gather_matmul(x, a, module.contracted)
+    dim = module.sequence_dim
+    dim = None if dim is None else dim % y.ndim
+    if module.overlap == "ring" and dim is not None:
+        return matmul_scatter(x, a, axes, dim, module.contracted)
+    return leave(_contract(x, a, range(-module.contracted, 0)), axes, dim)
+
+
+def _contract(x: jax.Array, a: jax.Array, dims: Any) -> jax.Array:
+    """Contracts `dims` of `x` with the first dims of `a`; the other dims of `x` come first."""
+    own = tuple(dim % x.ndim for dim in dims)
+    return jax.lax.dot_general(x, a, ((own, tuple(range(len(own)))), ((), ())))
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module] | None:
+    """Returns the supported class whose `__call__` the module uses; `None` for other modules."""
+    kinds = (SplitDense, nn.Dense, nn.DenseGeneral, nn.Einsum, Compress, Expand)
+    return next((kind for kind in kinds if type(module).__call__ is kind.__call__), None)
+
+
+def _einsum_terms(module: Any) -> tuple[str, str, str]:
+    """Parses the string of an `nn.Einsum`: the dim names of the input, the kernel and the result.
+
+    Raises:
+      ValueError: The string does not name all dims of the kernel, or names a dim twice.
+    """
+    text = "".join((module.einsum_str or "").split())
+    operands, arrow, y = text.partition("->")
+    x, comma, kernel = operands.partition(",")
+    if not (arrow and comma) or "." in kernel or len(set(kernel)) < len(kernel):
+        raise ValueError(f"computes {module.einsum_str!r}, expected 'x,kernel->y' with all names")
+    return x.replace("...", ""), kernel, y.replace("...", "")
+
+
+def _tuple(axis: Any) -> tuple[int, ...]:
+    return tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+
+
+# -------------------------------------------------------------------------------------------------
+# Low-rank adapters of parameters that are no kernel of a layer: embeddings, heads and experts.
+#
+# The adapter of a parameter `W` is added to the parameter where a module asks for it: the module
+# gets `W + scale * a b`, as for the `target_parameters` of the library peft. The last two dims of
+# `W` are those of the product, and the dims before them (experts, and layers of a loop) are dims
+# of all three. So `a` is `[..., in, r]` and `b` is `[..., r, out]`, and each is sharded as `W` is.
+#
+# The sum is made in each forward and backward pass, so it costs an array of the size of `W`, which
+# is not kept, and the gradient of `W`, from which the gradients of `a` and `b` are computed. The
+# adapter of a kernel costs neither, see `low_rank`.
+#
+# Symbols: `r` the rank of an adapter.
+
+
+# The names of an adapter's two parameters: in a layer, or after the name of another parameter.
+DOWN, UP = "lora_a", "lora_b"
+OF_PARAMETER = "_"
+# Names of parameters that are vectors, although loops may stack them.
+VECTORS = ("bias", "scale")
+
+
+class PlainShape(NamedTuple):
+    """The shape of a parameter before it is quantized, and the leaf that has its sharding."""
+
+    shape: tuple[int, ...]
+    leaf: Any
+
+
+def is_adapter(path: str) -> bool:
+    """Returns whether the parameter at a path is a part of an adapter."""
+    return adapted_path(path) != path
+
+
+def adapted_path(path: str) -> str:
+    """Returns the path of the parameter to which the adapter with the parameter `path` is added."""
+    head, slash, name = path.rpartition("/")
+    for part in (DOWN, UP):
+        if name == part:
+            return f"{head}{slash}kernel"
+        if name.endswith(OF_PARAMETER + part):
+            return path.removesuffix(OF_PARAMETER + part)
+    return path
+
+
+def plain_shapes(params: Mapping[str, Any]) -> dict[str, PlainShape]:
+    """Returns the shapes of parameters by path; quantized ones have their own path and shape."""
+    found = {}
+    for path, leaf in params.items():
+        x = leaf.value if is_box(leaf) else leaf
+        is_codes = path.endswith(CODES) and path.removesuffix(CODES) + SCALES in params
+        plain = path.removesuffix(CODES) if is_codes else path
+        found[plain] = PlainShape(plain_shape(x) if is_codes else x.shape, leaf)
+    return found
+
+
+def make_adapter(path: str, plain: PlainShape, rank: int, key: jax.Array) -> dict[str, Any]:
+    """Makes the adapter of the parameter at `path`; returns its two parameters by path.
+
+    The product of an embedding's adapter is zero because of `a`, so that each token's row has a
+    gradient in the first step, and because of `b` otherwise.
+
+    Raises:
+      ValueError: The parameter is not a matrix or several matrices.
+    """
+    shape, leaf = plain
+    name = path.rpartition("/")[2]
+    if name in VECTORS or len(shape) < 2:
+        raise ValueError(
+            f"lora: targets name the parameter {path!r} of shape {shape}, expected a parameter "
+            "with at least two dims in each layer, such as an embedding. Make the glob narrower."
+        )
+    key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    batch, dims = range(len(shape) - 2), range(len(shape))
+    a_shape, b_shape = (*shape[:-1], rank), (*shape[:-2], rank, shape[-1])
+    if name == "embedding":
+        a, b = jnp.zeros(a_shape), jax.random.normal(key, b_shape)
+    else:
+        init = nn.initializers.variance_scaling(
+            1 / 3, "fan_in", "uniform", -2, -1, batch_axis=tuple(batch)
+        )
+        a, b = init(key, a_shape, jnp.float32), jnp.zeros(b_shape)
+    made: dict[str, Any] = {DOWN: (a, (*dims[:-1], None)), UP: (b, (*batch, None, dims[-1]))}
+    for part, (value, kept) in made.items():
+        if is_box(leaf):
+            names = (*leaf.names, *(None,) * (len(shape) - len(leaf.names)))
+            names = tuple(None if dim is None else names[dim] for dim in kept)
+            value = leaf.replace(value=value, names=names)
+        made[part] = value
+    return {f"{path}{OF_PARAMETER}{part}": value for part, value in made.items()}
+
+
+def adapt_parameters(variables: Any, scale: Callable[[int], float]) -> Any:
+    """Puts each parameter that has an adapter of its own in a box that adds the product."""
+    params = flatten_dict(variables.get("params", {}), sep="/")
+    paths = [path for path in params if path.endswith(OF_PARAMETER + DOWN)]
+    if not paths:
+        return variables
+    for path in paths:
+        plain = adapted_path(path)
+        a, b = params.pop(path), params.pop(path.removesuffix(DOWN) + UP)
+        if plain + CODES in params:
+            value: Any = EncodedParameter.of(params.pop(plain + CODES), params.pop(plain + SCALES))
+        else:
+            value = params[plain]
+        params[plain] = AdaptedParameter.of(value, a, b, scale)
+    return {**variables, "params": unflatten_dict(params, sep="/")}
+
+
+class AdaptedParameter(ArrayBox, eq=False):
+    """A box with a parameter and its adapter, whose product is added when the box is unboxed.
+
+    Attributes:
+      value: The parameter, `a` and `b`; each may be a box.
+      names: `None` for each dim; only the number of dims is used.
+      scale: The factor of the product, as a function of the rank.
+    """
+
+    scale: Any = flax.struct.field(default=None, pytree_node=False)
+
+    @classmethod
+    def of(cls, value: Any, a: Any, b: Any, scale: Callable[[int], float]) -> "AdaptedParameter":
+        """Makes the box from a parameter and its adapter, which may be boxes or arrays."""
+        number = (a.value if is_box(a) else a).ndim
+        return cls((value, a, b), names=(None,) * number, scale=scale)
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """Adds the product to the parameter.
+
+        Communication:
+          The communication of unboxing the three parameters, such as their all-gathers.
+        """
+        del apply_constraint
+        value, a, b = (nn.unbox(x) for x in self.value)
+        return value + self.scale(a.shape[-1]) * jnp.matmul(a, b)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "AdaptedParameter":
+        """Adds a dim to the three parameters, for `nn.scan` and `nn.vmap`."""
+        value = nn.meta.add_axis(self.value, index, params)
+        return self.replace(value=value, names=(None, *self.names))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "AdaptedParameter":
+        """Removes a dim from the three parameters, for `nn.scan` and `nn.vmap`."""
+        value = nn.meta.remove_axis(self.value, index, params)
+        return self.replace(value=value, names=self.names[1:])
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 # Globs of the paths of an adapter's two parameters.
 ADAPTERS = ("*lora_a", "*lora_b")

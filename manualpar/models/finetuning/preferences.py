@@ -30,7 +30,7 @@ from manualpar.core.model.loss_function import LossFn
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import Batch
 from manualpar.models.cross_entropy import takes_labels, token_losses
-from manualpar.models.finetuning.adapted_parameter import is_adapter
+from manualpar.models.finetuning.lora import is_adapter
 
 POLICY, REFERENCE = "policy", "reference"
 

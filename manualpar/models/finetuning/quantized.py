@@ -22,26 +22,313 @@ parameters have the same paths and the same initial bits as without quantization
 import dataclasses
 import difflib
 import fnmatch
+import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from manualpar.core.model.interface import interface_of, register_interface
-from manualpar.core.parameters.array_box import ArrayBox
-from manualpar.core.parameters.block_quantization import quantized_block_size
-from manualpar.core.parameters.sharded_parameter import is_box
-from manualpar.core.parameters.split_parameter import SplitParameter
+from manualpar.core.mesh.axes import axes_size, axis_tuple, with_axis_types
+from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.model.interface import (
+    InitArgs,
+    ModelInterface,
+    interface_of,
+    register_interface,
+)
+from manualpar.core.parameters.annotations import SplitParameter
+from manualpar.core.parameters.quantized_collectives import (
+    dequantize,
+    quantize,
+    quantized_block_size,
+)
+from manualpar.core.parameters.sharded_parameter import ArrayBox, is_box
 from manualpar.core.state.state_arrays import Leaf
 from manualpar.core.tracing.scopes import DECODE_SCOPE
 from manualpar.layers import TensorParallel
-from manualpar.models.finetuning.encoding import Encoding
-from manualpar.models.finetuning.stored_codes import Code, decode, encode
-from manualpar.models.finetuning.wrapped_model import WrappingInterface
+
+# -------------------------------------------------------------------------------------------------
+# Codes in which frozen parameters are stored: int8, or the 16 levels of NF4.
+#
+# Int8 is that of `block_quantization`. NF4 (Dettmers et al., QLoRA,
+# https://arxiv.org/abs/2305.14314) is for numbers with a normal distribution: its levels are the
+# quantiles of one, with 0 among them, between -1 and 1. The scale of a block is its largest
+# magnitude, and the code of a number stands for the level nearest to `number / scale`. A byte has
+# the codes of two adjacent numbers, the first in its upper bits. The code of 0 is 0, so it is the
+# index of the level with its bits flipped as those of `ZERO`; bitsandbytes stores the index.
+#
+# Scales have the 8 significant bits of bfloat16. So with `frozen_dtype="bfloat16"` a number takes
+# 4.25 bits in blocks of 64. That is less than 4.5 with float32 scales, and near the 4.13 of scales
+# that are quantized again ("double quantization"), which would need a second step to decode.
+#
+# Invariants: if decoded numbers are encoded again, codes and scales stay the same. The codes of
+# zeros are zeros. A block with a number that is not finite becomes NaN, and a block whose scale
+# would be subnormal becomes zeros.
+
+
+Code = Literal["int8", "nf4"]
+# The levels that bitsandbytes has for the type `nf4`.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+ZERO = NF4.index(0.0)
+BORDERS = tuple(float(np.float32(a + b) / 2) for a, b in itertools.pairwise(NF4))
+
+
+def encode(x: jax.Array, block: int, code: Code) -> tuple[jax.Array, jax.Array]:
+    """Quantizes an array, `[..., K]`, in blocks along its last dim.
+
+    Returns:
+      The codes, `[..., K]` of int8 or for NF4 `[..., K / 2]` of uint8, and the scales,
+      `[..., ceil(K / block)]` of the dtype of `x`.
+
+    Communication:
+      None, if each device has complete blocks.
+    """
+    if code == "int8":
+        return quantize(x, block)
+    *rows, size = x.shape
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    padding = [(0, 0)] * len(rows) + [(0, -size % block)]
+    blocks = jnp.pad(x.astype(wide), padding).reshape(*rows, -1, block)
+    peaks = jnp.abs(blocks).max(-1)
+    scales = jnp.clip(peaks, max=float(jnp.finfo(jnp.bfloat16).max)).astype(jnp.bfloat16)
+    scales = jnp.where(scales < jnp.finfo(jnp.bfloat16).tiny, 0, scales).astype(wide)
+    scales = jnp.where(jnp.isfinite(peaks), scales, jnp.nan)
+    shares = blocks / jnp.where(scales == 0, 1, scales)[..., None]
+    shares = jnp.where(scales[..., None] == 0, 0, shares)
+    # The number of borders below a share is the index of its level.
+    codes = sum((shares > border).astype(jnp.uint8) for border in BORDERS)
+    codes = (jnp.asarray(codes) ^ ZERO).reshape(*rows, -1)[..., :size].reshape(*rows, -1, 2)
+    return codes[..., 0] << 4 | codes[..., 1], scales.astype(x.dtype)
+
+
+def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Decodes codes and scales of `encode`, in the dtype of the scales.
+
+    Args:
+      codes: The codes; a device may also pass a shard: complete blocks, or a part of one block.
+      scales: The scales of these blocks.
+
+    Communication:
+      None, if the scales are sharded like the codes.
+    """
+    if codes.dtype != jnp.uint8:
+        return dequantize(codes, scales)
+    wide = jnp.promote_types(scales.dtype, jnp.float32)
+    numbers = jnp.stack([codes >> 4, codes & 15], -1).reshape(plain_shape(codes))
+    size, count = numbers.shape[-1], scales.shape[-1]
+    factors = jnp.repeat(scales.astype(wide), -(-size // count), axis=-1)[..., :size]
+    return (jnp.asarray(NF4, wide)[numbers ^ ZERO] * factors).astype(scales.dtype)
+
+
+def plain_shape(codes: Any) -> tuple[int, ...]:
+    """Returns the shape of the array that codes of this shape and dtype stand for."""
+    *rows, size = codes.shape
+    return (*rows, size * 2 if codes.dtype == jnp.uint8 else size)
+
+
+# -------------------------------------------------------------------------------------------------
+# Quantizes loaded kernels to codes and scales, on the devices, one kernel at a time.
+#
+# A kernel is loaded as a sharded float32 array. Each device quantizes its shard, so that no device
+# and no host stores more of the kernel than its shards. A shard of the codes may end in the middle
+# of a block. Such a kernel is loaded with another sharding, in which every shard contains complete
+# blocks, and the devices exchange the codes afterwards.
+#
+# Invariants: padding consists of zeros, and the codes of zeros are zeros. So padding need not be
+# removed before an array is quantized.
+
+
+class Encoding(NamedTuple):
+    """A parameter that is stored as codes: its leaves before and after quantization.
+
+    Attributes:
+      plain: The parameter before quantization, in float32. It is sharded so that each device has
+        complete blocks.
+      codes: The parameter's codes, as the program stores them.
+      scales: The scales of the blocks, as the program stores them.
+    """
+
+    plain: Leaf
+    codes: Leaf
+    scales: Leaf
+
+    @classmethod
+    def of(cls, name: str, codes: Leaf, scales: Leaf) -> "Encoding":
+        """Makes the `Encoding` of the parameter `name` from the leaves of its codes and scales."""
+        dtype = jnp.promote_types(scales.dtype, jnp.float32)
+        layout: Any = codes.abstract.sharding
+        shape = _plain(codes, codes.shape)
+        held, sharding = _whole_blocks(
+            shape, _plain(codes, codes.padded_shape), layout, _block(codes, scales)
+        )
+        abstract = jax.ShapeDtypeStruct(held, dtype, sharding=sharding)
+        keys = name.partition("/")[0], *codes.keys[1:-1], name.rpartition("/")[2]
+        return cls(Leaf(name, keys, abstract, shape, held, dtype), codes, scales)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """The padding of the result of `decode`."""
+        own, held = (_plain(self.codes, x) for x in (self.codes.shape, self.codes.padded_shape))
+        return tuple(b - a for a, b in zip(own, held, strict=True))
+
+    def encode(self, x: jax.Array) -> dict[str, jax.Array]:
+        """Quantizes the parameter `x`, which is donated; returns codes and scales by name.
+
+        Communication:
+          None for most parameters. Codes are sent if their shards end within blocks. Scales are
+          sent if scales and codes are sharded differently.
+        """
+        with no_mesh():
+            made = _encoder(*self._types, _block(self.codes, self.scales))(x)
+        return dict(zip((self.codes.name, self.scales.name), made, strict=True))
+
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """Dequantizes the parameter; the result has the sharding and the padding of the codes.
+
+        Communication:
+          The communication of `encode`, in the other direction.
+        """
+        with no_mesh():
+            return _decoder(*self._types, _block(self.codes, self.scales))(codes, scales)
+
+    @property
+    def _types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self.plain.abstract, self.codes.abstract, self.scales.abstract
+
+
+def _block(codes: Leaf, scales: Leaf) -> int:
+    return -(-_plain(codes, codes.shape)[-1] // scales.shape[-1])
+
+
+def _plain(codes: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return plain_shape(jax.ShapeDtypeStruct(shape, codes.dtype))
+
+
+def _whole_blocks(
+    shape: tuple[int, ...], held: tuple[int, ...], sharding: NamedSharding, block: int
+) -> tuple[tuple[int, ...], NamedSharding]:
+    """Returns a padded shape and a sharding in which no shard ends within a block."""
+    axes = [*map(axis_tuple, sharding.spec), *[()] * (len(shape) - len(sharding.spec))]
+    parts = axes_size(sharding.mesh, axes[-1])
+    if parts == 1 or held[-1] // parts % block == 0:
+        return held, sharding
+    # The axes that would split blocks of the last dim shard the largest other dim instead.
+    sizes = list(held[:-1])
+    dim = sizes.index(max(sizes))
+    axes[dim], axes[-1] = (*axes[dim], *axes[-1]), ()
+    sizes[dim] = _round_up(shape[dim], axes_size(sharding.mesh, axes[dim]))
+    return (*sizes, shape[-1]), NamedSharding(
+        sharding.mesh, PartitionSpec(*(names or None for names in axes))
+    )
+
+
+def _round_up(size: int, parts: int) -> int:
+    return math.ceil(size / parts) * parts
+
+
+@functools.lru_cache
+def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.Array], Any]:
+    """Makes the compiled function that quantizes parameters of these shapes and shardings."""
+
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        made = encode(x, block, "int8" if codes.dtype == jnp.int8 else "nf4")
+        return _resize(made[0], codes.shape), _resize(made[1].astype(scales.dtype), scales.shape)
+
+    return _jit(run, (codes.sharding, scales.sharding))
+
+
+@functools.lru_cache
+def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., jax.Array]:
+    # Inside `run` all mesh axes are of type `Auto`, even if they have other types in the program.
+    mesh = with_axis_types(plain.sharding.mesh, AxisType.Auto)
+    sharding = NamedSharding(mesh, plain.sharding.spec)
+
+    def run(of_codes: jax.Array, of_scales: jax.Array) -> jax.Array:
+        factor = _plain(codes, (1,))[0]
+        of_codes = _resize(of_codes, (*plain.shape[:-1], plain.shape[-1] // factor))
+        of_codes = jax.lax.with_sharding_constraint(of_codes, sharding)
+        count = -(-plain.shape[-1] // block)
+        of_scales = _resize(of_scales, (*plain.shape[:-1], count))
+        return _resize(decode(of_codes, of_scales), _plain(codes, codes.shape))
+
+    return _jit(run, codes.sharding)
+
+
+def _jit(run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    return jax.jit(on_auto_axes(run, mesh=mesh, out_specs=specs), out_shardings=shardings)
+
+
+def _resize(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Brings an array to a shape: cuts off the end of longer dims, pads shorter dims with zeros."""
+    pairs = list(zip(x.shape, shape, strict=True))
+    x = x[tuple(slice(min(own, size)) for own, size in pairs)]
+    return jnp.pad(x, [(0, max(size - own, 0)) for own, size in pairs])
+
+
+# -------------------------------------------------------------------------------------------------
+# The base class of model interfaces that wrap the interface of another model.
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class WrappingInterface(ModelInterface):
+    """A model interface that calls `base`, the interface of the *given* model.
+
+    Attributes:
+      base: The interface of the given model, the argument of `lora` or `quantized`.
+    """
+
+    base: Any = None
+    makes_variables_in_calls: ClassVar[bool] = True
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The globs of the parameters that are trained by default, as in the given model."""
+        globs: tuple[str, ...] = self.base.trainable
+        return globs
+
+    @property
+    def decodes_weights(self) -> bool:
+        """Whether the given model dequantizes weights."""
+        return bool(self.base.decodes_weights)
+
+    def encodings(self, leaves: Any) -> dict[str, Any]:
+        """Returns the encodings of the given model."""
+        return dict(self.base.encodings(leaves))
+
+    def initial_call(
+        self, batch: Any, init_args: InitArgs | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of the given model's first call."""
+        call: tuple[tuple[Any, ...], dict[str, Any]] = self.base.initial_call(batch, init_args)
+        return call
+
+    def called(self, base: Any) -> Any:
+        """Returns a copy of the interface `base` with the module, phase and axes of `self`."""
+        same = ("module", "phase", "axis_aliases", "loop_dims")
+        return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
+
+    def check(self, trace: Callable[[ModelInterface], None]) -> None:
+        """Checks the given model in the calls that this interface makes."""
+        self.base.check(lambda base: trace(dataclasses.replace(self, base=base)))
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 CODES, SCALES = "_codes", "_scales"
 # Globs on parameter paths -> the block length, the number of elements that share a scale.

@@ -30,9 +30,8 @@ from manualpar.layers.attention.key_value_cache import CACHE, Past, append
 from manualpar.models import Transformer
 from manualpar.models.generation.answers import NewToken
 from manualpar.models.generation.cached_steps import CachedSteps, Rows
-from manualpar.models.generation.drawing import Drawing
-from manualpar.models.generation.penalties import History, note
-from manualpar.models.transformer_fields import check_lengths
+from manualpar.models.generation.drawing import Drawing, History, note
+from manualpar.models.transformer import check_lengths
 
 
 class Draft(NamedTuple):

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from manualpar.models.pretrained.family import COMMON, NO_BIAS, SIZES, Family
-from manualpar.models.pretrained.keys import Keys
-from manualpar.models.pretrained.rotations import FULL
+from manualpar.models.pretrained.family import COMMON, FULL, NO_BIAS, SIZES, Family, Keys
 
 LAYER_NORM = {"norm_kind": "layer"}
 LAYER_NORM_SIZES: Mapping[str, str] = {

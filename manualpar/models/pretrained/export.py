@@ -8,16 +8,19 @@ Invariants: a tensor has the same bits as if the parameters were on one device. 
 requested name is complete, see `target`.
 """
 
+import concurrent.futures
 import contextlib
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
@@ -26,27 +29,356 @@ from manualpar.core.program.load_state import plain_leaves, variable_leaves
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import require
-from manualpar.models.finetuning.adapted_parameter import is_adapter
-from manualpar.models.finetuning.merging import given_variables
+from manualpar.models.finetuning.adapter_files import given_variables
+from manualpar.models.finetuning.lora import is_adapter
 from manualpar.models.pretrained.architecture import (
+    MORE_LAYERS,
+    architecture_of,
     read_architecture,
     read_config,
     text_config,
+    write_config,
 )
-from manualpar.models.pretrained.decoded_files import open_tensor_files, quantization_of
-from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
-from manualpar.models.pretrained.expert_keys import MORE_LAYERS
 from manualpar.models.pretrained.families import ALIASES, FAMILIES
-from manualpar.models.pretrained.model_config import architecture_of, write_config
+from manualpar.models.pretrained.slices import (
+    BOX_BYTES,
+    THREADS,
+    Bounds,
+    common,
+    copy_turned,
+    entry_within,
+    finish,
+    is_empty,
+    join_bounds,
+    slices_of,
+    within,
+)
 from manualpar.models.pretrained.sources import check_same_model, transformer_of
-from manualpar.models.pretrained.target import ExportTarget, open_target
-from manualpar.models.pretrained.tensor_bytes import DTYPES
-from manualpar.models.pretrained.tensor_files import INDEX_FILE, ONE_FILE, has_tensors
-from manualpar.models.pretrained.tensor_names import pieces_of_transformer, spelling
-from manualpar.models.pretrained.tensor_writer import Files, Tensor, create_files, write_tensors
+from manualpar.models.pretrained.tensor_files import (
+    CONFIG_FILE,
+    DTYPES,
+    INDEX_FILE,
+    ONE_FILE,
+    BytesInFile,
+    bounds_of,
+    create_tensor_file,
+    has_tensors,
+    make_header,
+    model_directory,
+    open_tensor_files,
+    quantization_of,
+    write_slice,
+)
+from manualpar.models.pretrained.tensor_names import TensorPiece, pieces_of_transformer, spelling
 from manualpar.system.cluster.agreement import failing_together, from_first, gather
-from manualpar.system.storage import AnyPath, GivenPath, local_path, new_number, user_path, writing
+from manualpar.system.storage import (
+    LOCK_PREFIX,
+    AnyPath,
+    BucketError,
+    BucketPath,
+    GivenPath,
+    Version,
+    draft_of,
+    hold,
+    local_path,
+    new_number,
+    path_of_draft,
+    publish,
+    sync,
+    user_path,
+    writing,
+)
 from manualpar.system.storage.untrusted import open_file
+
+# -------------------------------------------------------------------------------------------------
+# The target of an export: a folder on a disk or in a bucket that never shows an incomplete model.
+#
+# One process locks the folder during the export, so that another export to the same folder is
+# refused. On a disk all files are written to a draft, a folder that gets its final name at the
+# end, see `manualpar.system.storage.drafts`.
+#
+# Objects in a bucket cannot be renamed. Each file is written to a local disk, uploaded, and
+# deleted locally. `config.json` is uploaded last, because a folder without `config.json` is no
+# model. The object `.unfinished` exists during the upload. So after a killed export, it shows the
+# next export that the files must be deleted. `.unfinished` contains the number of the export. If
+# an export loses its connection for long, another export may take over. The first export then
+# finds another number in `.unfinished`, or no such object.
+
+
+UNFINISHED = ".unfinished"
+
+
+class ExportTarget(Protocol):
+    """A folder to create. Only process 0 calls `owned` and `finish`.
+
+    Attributes:
+      path: The folder.
+      folder: The draft to which all processes write the files; `None` in a bucket.
+    """
+
+    path: AnyPath
+    folder: Path | None
+
+    def check_free(self) -> None:
+        """Raises a `ValueError` if the folder contains other files, or is not a folder."""
+
+    def owned(self) -> contextlib.AbstractContextManager[None]:
+        """Locks the folder during a context; first deletes the files of an unfinished export."""
+
+    def file(self, name: str) -> contextlib.AbstractContextManager[Path]:
+        """Yields the path of a local file to write, and stores the file when the context ends."""
+
+    def check_files(self) -> None:
+        """Raises a `BucketError` if a file that this process uploaded has been replaced."""
+
+    def finish(self) -> None:
+        """Marks the folder as complete, after all files have been written."""
+
+
+def open_target(path: AnyPath, number: str) -> ExportTarget:
+    """Opens the folder at a path as the target of a numbered export; creates nothing."""
+    if isinstance(path, BucketPath):
+        return BucketTarget(path, number)
+    return DiskTarget(path, number)
+
+
+class DiskTarget:
+    """A folder on a file system that all processes share."""
+
+    def __init__(self, path: Path, number: str) -> None:
+        self.path: AnyPath = path
+        self._target, self._number = path, number
+        self._draft = path_of_draft(path.absolute(), number)
+        self.folder: Path | None = self._draft
+
+    def check_free(self) -> None:
+        """Implements `ExportTarget`."""
+        target = self._target
+        if target.is_symlink() or (target.exists() and not target.is_dir()):
+            raise ValueError(
+                f"export_hf: {target} is no directory, expected a new path or an empty directory."
+            )
+        if target.is_dir() and any(target.iterdir()):
+            raise _not_empty(target)
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """Implements `ExportTarget`."""
+        with draft_of(self._target.absolute(), number=self._number):
+            self.check_free()  # Another export may have ended after the first check.
+            yield
+
+    @contextlib.contextmanager
+    def file(self, name: str) -> Iterator[Path]:
+        """Implements `ExportTarget`."""
+        (self._draft / name).parent.mkdir(exist_ok=True)
+        yield self._draft / name
+        sync(self._draft / name)
+
+    def check_files(self) -> None:
+        """Implements `ExportTarget`."""
+
+    def finish(self) -> None:
+        """Implements `ExportTarget`."""
+        publish(self._draft, self._target.absolute())
+
+
+class BucketTarget:
+    """A folder in a bucket."""
+
+    def __init__(self, path: BucketPath, number: str) -> None:
+        self.path: AnyPath = path
+        self.folder: Path | None = None
+        self._target, self._number = path, number.encode()
+        self._check_lock: Callable[[], None] | None = None  # Set only in process 0.
+        self._versions: dict[str, Version] = {}
+
+    def check_free(self) -> None:
+        """Implements `ExportTarget`."""
+        names = [name for name in self._target.names() if not name.startswith(LOCK_PREFIX)]
+        if names and UNFINISHED not in names:
+            raise _not_empty(self._target)
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """Implements `ExportTarget`."""
+        with hold(self._target, report=logging.warning, remains=False) as self._check_lock:
+            self.check_free()  # Another export may have ended after the first check.
+            (self._target / UNFINISHED).write_bytes(self._number)
+            for name in (CONFIG_FILE, *self._target.files()):
+                if name != UNFINISHED and not name.startswith(LOCK_PREFIX):
+                    (self._target / name).delete()
+            yield
+
+    @contextlib.contextmanager
+    def file(self, name: str) -> Iterator[Path]:
+        """Implements `ExportTarget`."""
+        with tempfile.TemporaryDirectory(prefix="export-") as folder:
+            with writing("export_hf", Path(folder)):
+                (Path(folder) / name).parent.mkdir(exist_ok=True)
+                yield Path(folder) / name
+            self._check_owned()
+            (self._target / name).upload(Path(folder) / name)
+        self._versions[name] = (self._target / name).version()
+
+    def check_files(self) -> None:
+        """Implements `ExportTarget`."""
+        for name, version in self._versions.items():
+            try:
+                found = (self._target / name).version()
+            except FileNotFoundError:
+                found = None
+            if found != version:
+                raise _taken_over(self._target)
+
+    def finish(self) -> None:
+        """Implements `ExportTarget`."""
+        self._check_owned()
+        (self._target / UNFINISHED).delete()
+
+    def _check_owned(self) -> None:
+        """Raises a `BucketError` if another export has taken over."""
+        if self._check_lock is not None:
+            self._check_lock()
+        try:
+            number = (self._target / UNFINISHED).read_bytes()
+        except FileNotFoundError:
+            number = b""
+        if number != self._number:
+            raise _taken_over(self._target)
+
+
+def _not_empty(target: AnyPath) -> ValueError:
+    return ValueError(
+        f"export_hf: {target} is not empty, expected a new directory, because it would contain the "
+        "files of two models. Name another directory, or delete its files."
+    )
+
+
+def _taken_over(target: BucketPath) -> BucketError:
+    return BucketError(
+        f"export_hf: another export has written {target} in the meantime, because this export lost "
+        "its connection or the server does not lock; this export has failed, export again"
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Writes tensors from shards: every process writes the slices that its devices store.
+#
+# The header of a file gives the place of each tensor, so that processes write without waiting for
+# each other. If several devices store a shard, only the first of them writes it. In addition to
+# its state, a process needs memory for one band of a tensor (a range of rows, see `slices.BAND`)
+# in each thread. On an accelerator, each thread also needs a copy on the host: `BOX_BYTES`, or one
+# shard if a shard is larger.
+
+
+# The platform whose devices use the host's memory.
+ON_HOST = "cpu"
+
+
+class Tensor(NamedTuple):
+    """A tensor to write, or the part of a tensor that a variable contains.
+
+    Attributes:
+      name: The tensor's name.
+      shape: The tensor's shape.
+      sizes: The sizes of the variable's dims, without padding and without the dims that stack
+        several tensors.
+      dtype: The dtype in the file.
+      leaf: The name of the variable that contains the tensor.
+      piece: The tensor's place in the variable, and how the dims of both correspond.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: np.dtype
+    leaf: str
+    piece: TensorPiece
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the variable's part of the tensor in a file."""
+        return int(np.prod(self.sizes, dtype=np.int64)) * self.dtype.itemsize
+
+
+# Maps the name of each file to its tensors.
+Files = Mapping[str, Sequence[Tensor]]
+
+
+def create_files(folder: Path, files: Files) -> None:
+    """Writes the header of every file; only one process calls it."""
+    for name, tensors in files.items():
+        create_tensor_file(folder / name, _kinds(tensors))
+
+
+def write_tensors(folder: Path, files: Files, arrays: Mapping[str, jax.Array]) -> None:
+    """Writes the shards of this process's devices, and waits until they are on the disk.
+
+    Args:
+      folder: The folder of the files, which already have their headers.
+      files: The tensors of each file.
+      arrays: The variables, by name.
+
+    Raises:
+      OSError: A file cannot be written.
+    """
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
+        jobs = []
+        for name, tensors in files.items():
+            _, places = make_header(_kinds(tensors))
+            for tensor in tensors:
+                task = folder / name, places[tensor.name], tensor, arrays[tensor.leaf]
+                jobs.append(threads.submit(_write, *task))
+        finish(threads, jobs)
+        finish(threads, [threads.submit(sync, folder / name) for name in files])
+
+
+def _kinds(tensors: Sequence[Tensor]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    return {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+
+
+def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None:
+    """Writes the slices of a tensor that no other process writes: shards with replica number 0."""
+    shards = _own_shards(tensor, x)
+    for box, inside in join_bounds(shards, BOX_BYTES // tensor.dtype.itemsize):
+        parts = {bounds: _to_host(*shards[bounds]) for bounds in inside}
+        for part in slices_of(tensor.piece, tensor.sizes, box):
+            value = np.empty([len(range(of.stop)[of]) for of in part.where], tensor.dtype)
+            for bounds, shard in parts.items():
+                both = common(bounds, part.bounds)
+                if not is_empty(both):
+                    out = part.turned(value)[within(both, part.bounds)]
+                    copy_turned(out, shard[within(both, bounds)])
+            with path.open("r+b", buffering=0) as file:
+                write_slice(file.fileno(), place, part.where, value)
+
+
+def _own_shards(tensor: Tensor, x: jax.Array) -> dict[Bounds, tuple[jax.Array, tuple[Any, ...]]]:
+    """Returns the shards that this process writes, by their bounds in the tensor without padding.
+
+    With each shard it returns the index of the tensor's entry along the dims that stack tensors.
+    """
+    entry = tensor.piece.entry
+    own = {}
+    for shard in x.addressable_shards:
+        held = bounds_of(shard.index, x.shape)
+        index = entry_within(entry, held)
+        bounds = common(held[len(entry) :], [(0, size) for size in tensor.sizes])
+        if shard.replica_id == 0 and index is not None and not is_empty(bounds):
+            own[bounds] = shard.data, index
+    return own
+
+
+def _to_host(x: jax.Array, index: tuple[Any, ...]) -> np.ndarray:
+    if next(iter(x.devices())).platform == ON_HOST:
+        return np.asarray(x)[index]  # A view of the shard's memory.
+    # Copies the array first, because an array caches its values on the host and would keep them.
+    return np.asarray(x[index].copy())
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 SHARD_BYTES = 2 << 30
 # The files of a tokenizer, which are copied to the export.

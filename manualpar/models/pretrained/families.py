@@ -2,7 +2,7 @@
 
 `model_type` names the family. A `Family` lists the field of each key, the fields that have the same
 value in all models of the family, and the default of each optional key. Rotary positions and
-windows need code, which is in `manualpar.models.pretrained.rotations` and `.architecture`.
+windows need code, which is in `manualpar.models.pretrained.family` and `.architecture`.
 """
 
 from collections.abc import Mapping

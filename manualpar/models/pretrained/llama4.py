@@ -12,10 +12,16 @@ from manualpar.models.pretrained.dense_families import (
     read_unrotated_layers,
     write_biases,
 )
-from manualpar.models.pretrained.family import COMMON, EXPERTS, SIZES, Family
-from manualpar.models.pretrained.keys import LARGEST, Keys
-from manualpar.models.pretrained.rotations import FULL
-from manualpar.models.pretrained.tensor_rule import Rule
+from manualpar.models.pretrained.family import (
+    COMMON,
+    EXPERTS,
+    FULL,
+    LARGEST,
+    SIZES,
+    Family,
+    Keys,
+    Rule,
+)
 
 CHUNKED = "chunked_attention"
 

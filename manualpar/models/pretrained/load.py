@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from manualpar.core.mesh.rng import typed_key
+from manualpar.core.mesh.splitting import typed_key
 from manualpar.core.program.load_state import (
     Missing,
     check_has_devices,
@@ -24,9 +24,9 @@ from manualpar.core.program.load_state import (
 )
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
-from manualpar.models.pretrained.directory import model_directory
 from manualpar.models.pretrained.slices import ShardReader, bytes_to_read
 from manualpar.models.pretrained.sources import find_sources
+from manualpar.models.pretrained.tensor_files import model_directory
 from manualpar.models.pretrained.tensor_names import Rule
 from manualpar.system.cluster.agreement import failing_together
 from manualpar.system.reports.progress_bars import bytes_bar
@@ -70,7 +70,7 @@ def load_hf(
         any strategy, on any mesh of devices. With `names`, a program of any model.
       directory: A directory that `save_pretrained` of transformers wrote, or that was downloaded
         from the Hugging Face hub. If the directory is in a bucket, each machine makes a local copy,
-        see `manualpar.models.pretrained.directory`.
+        see `manualpar.models.pretrained.tensor_files`.
       rng: The key, used as in `program.init`. The default is `jax.random.key(0)`.
       names: Maps a parameter's path to the name of its tensor, or to a `Rule` if the tensor has
         other dims. By default the rules of the model family in `config.json` are used.

@@ -19,8 +19,7 @@ import numpy as np
 
 from manualpar.core.state.state_arrays import Leaf
 from manualpar.models.pretrained.sources import Sources
-from manualpar.models.pretrained.tensor_bytes import bounds_of
-from manualpar.models.pretrained.tensor_files import TensorFiles
+from manualpar.models.pretrained.tensor_files import TensorFiles, bounds_of
 from manualpar.models.pretrained.tensor_names import TensorPiece
 
 THREADS = min(8, os.cpu_count() or 1)

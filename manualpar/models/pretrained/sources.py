@@ -16,13 +16,21 @@ from manualpar.core.program.load_state import Missing, plain_leaves, variable_le
 from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf, list_some, show_array
 from manualpar.models import Transformer
-from manualpar.models.pretrained.architecture import Architecture, read_architecture, read_config
-from manualpar.models.pretrained.decoded_files import open_tensor_files, quantization_of
-from manualpar.models.pretrained.directory import CONFIG_FILE
-from manualpar.models.pretrained.expert_keys import predicts_more
-from manualpar.models.pretrained.model_config import architecture_of, complete_fields
-from manualpar.models.pretrained.tensor_bytes import DTYPES
-from manualpar.models.pretrained.tensor_files import TensorFiles
+from manualpar.models.pretrained.architecture import (
+    Architecture,
+    architecture_of,
+    complete_fields,
+    predicts_more,
+    read_architecture,
+    read_config,
+)
+from manualpar.models.pretrained.tensor_files import (
+    CONFIG_FILE,
+    DTYPES,
+    TensorFiles,
+    open_tensor_files,
+    quantization_of,
+)
 from manualpar.models.pretrained.tensor_names import (
     COMPUTED,
     Rule,

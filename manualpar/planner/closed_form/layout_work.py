@@ -13,10 +13,9 @@ the inputs of these chunks and the activations of the chunk that is run again.
 import functools
 from collections.abc import Iterator
 
-from manualpar.inspect.flops import Product
+from manualpar.inspect.flops import Product, TickParts
 from manualpar.inspect.layer_formulas import BACKWARD, FORWARD, RECOMPUTED
 from manualpar.inspect.memory import Memory
-from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
 from manualpar.planner.closed_form.layout import DeviceSizes, Layout
 

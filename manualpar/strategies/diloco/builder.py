@@ -8,28 +8,313 @@ https://arxiv.org/abs/2311.08105). Use DiLoCo for slow links between groups of d
 losses differ from the losses of data parallelism, because DiLoCo is a different optimizer.
 """
 
-from collections.abc import Callable
-from typing import Any, Unpack, get_args
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Unpack, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple, check_mesh_has
+from manualpar.core.mesh.axes import (
+    AxisName,
+    axes_size,
+    axis_tuple,
+    check_mesh_has,
+    with_axis_types,
+)
+from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
 from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.model.interface import Model
-from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.option_table import check_choice
-from manualpar.core.model.options import ProgramOptions
-from manualpar.core.parameters.block_quantization import Quantization
-from manualpar.core.parameters.comm_policy import CommPolicy, Format
-from manualpar.core.parameters.quantized_collectives import BlockQuantizer
-from manualpar.core.program.program import Program
+from manualpar.core.model.loss_function import LossFn, Metrics
+from manualpar.core.model.options import (
+    PROGRAM_OPTIONS,
+    ProgramOptions,
+    check_choice,
+    first_sentences,
+)
+from manualpar.core.parameters.collectives import CommPolicy, Format
+from manualpar.core.parameters.placement import with_shardings
+from manualpar.core.parameters.quantized_collectives import BlockQuantizer, Quantization
+from manualpar.core.program.guarded_step import check_alive, is_deleted
+from manualpar.core.program.program import JittedSteps, OuterSteps, Program, StepFunction
+from manualpar.core.state.train_state import TrainState
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import METRICS_SCOPE, purpose_of
-from manualpar.strategies.diloco.program import build_diloco
+from manualpar.strategies.diloco.state import DiLoCoState
+from manualpar.strategies.diloco.steps import ReplicaSteps, replicated_step
 from manualpar.strategies.fsdp import fsdp
+from manualpar.strategies.registry import Field, strategy_kinds, with_meanings
+
+# -------------------------------------------------------------------------------------------------
+# Decides from a state's step number whether an outer step follows the inner step.
+#
+# A state counts its steps, so a restored or adopted state continues at the right step. If the host
+# read this counter in each step, it would wait for the device each time. So the host also counts
+# the steps of the state that the latest call returned, and reads the counter only from other
+# states.
+
+
+class OuterStep:
+    """Runs a jitted outer step, and refuses donated states and states of another program.
+
+    Directly after an outer step there is nothing to exchange, so a second call returns the state
+    unchanged. `train_step` takes each outer step that is due. A training loop may take additional
+    outer steps.
+
+    Attributes:
+      jitted: The jitted outer step without checks.
+    """
+
+    def __init__(self, jitted: Any, check: Callable[[Any], None]) -> None:
+        """Wraps an outer step; `check` raises an error for a state that does not fit."""
+        self.jitted, self._check = jitted, check
+        self._latest: Any = lambda: None  # A weak reference, so that the user can free the state.
+
+    def __call__(self, state: TrainState) -> TrainState:
+        """Takes the outer step."""
+        check_alive("outer_step", state=state)
+        if state is self._latest():
+            return state
+        self._check(state)
+        new: TrainState = self.jitted(state)
+        self.remember(new)
+        return new
+
+    def remember(self, state: TrainState) -> None:
+        """Records that an outer step has just returned `state`."""
+        self._latest = weakref.ref(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.jitted, name)
+
+
+class CountedStep:
+    """A train step that also takes each outer step that is due.
+
+    Attributes:
+      inner_step: The step that each replica takes separately. Attributes such as `lower` and
+        `trace` come from it.
+    """
+
+    def __init__(
+        self,
+        inner_step: Any,
+        outer_steps: tuple[OuterStep, ...],
+        overlapped_outer_steps: tuple[Any, ...],
+        due_at: Callable[[int], int | None],
+        every: int,
+    ) -> None:
+        """Combines the steps of DiLoCo.
+
+        `due_at(number)` returns the fragment that step `number` exchanges, or `None`.
+        """
+        self.inner_step, self._due_at, self._every = inner_step, due_at, every
+        self._outer_steps, self._overlapped_outer_steps = outer_steps, overlapped_outer_steps
+        self._number, self._latest = 0, cast(Any, lambda: None)
+        # Made once, so that a caller recognises a step that it has called before.
+        self._combined_steps = [
+            functools.partial(self._with_outer_step, fragment)
+            for fragment in range(len(outer_steps))
+        ]
+
+    def at(self, number: int) -> StepFunction:
+        """Returns the function that takes step `number`, counted from 1."""
+        fragment = self._due_at(number)
+        if fragment is None:
+            return cast(StepFunction, self.inner_step)
+        return self._combined_steps[fragment]
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Takes the next step of a state: the step after the number in its step counter."""
+        number = self._number
+        if state is not self._latest():
+            step = getattr(state, "step", None)
+            if isinstance(step, jax.core.Tracer):
+                return self._in_trace(state, batch)
+            if is_deleted(step) or not hasattr(step, "__int__"):
+                return cast(StepFunction, self.inner_step)(state, batch)  # This call raises.
+            number = int(cast(Any, step))
+        new, metrics = self.at(number + 1)(state, batch)
+        self._number, self._latest = number + 1, weakref.ref(new)
+        return new, metrics
+
+    def _with_outer_step(
+        self, fragment: int, state: TrainState, batch: Any
+    ) -> tuple[TrainState, Metrics]:
+        if self._overlapped_outer_steps:
+            state, metrics = self._overlapped_outer_steps[fragment](state, batch)
+            self._outer_steps[fragment].remember(state)
+            return state, metrics
+        state, metrics = self.inner_step(state, batch)
+        return self._outer_steps[fragment](state), metrics
+
+    def _in_trace(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Takes a step inside a traced function, where the step number is not known yet."""
+        fragments = [self._due_at(number) for number in range(1, self._every + 1)]
+        branches = jnp.asarray([0 if f is None else f + 1 for f in fragments])
+        result: tuple[TrainState, Metrics] = jax.lax.switch(
+            branches[state.step % self._every],
+            [self.inner_step, *self._combined_steps],
+            state,
+            batch,
+        )
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner_step, name)
+
+
+# -------------------------------------------------------------------------------------------------
+# Builds DiLoCo's program, with its inner and outer steps.
+#
+# The module `state` makes DiLoCo's state, and the module `steps` has the step functions.
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DiLoCo(OuterSteps):
+    """DiLoCo's outer steps, as a program uses them.
+
+    Attributes:
+      train_step: The program's train step, which also takes the outer steps that are due.
+      state: Makes and regroups the state.
+    """
+
+    train_step: CountedStep
+    state: DiLoCoState
+
+    def step_at(self, number: int) -> StepFunction:
+        """Returns the function that takes step `number`, counted from 1."""
+        return self.train_step.at(number)
+
+    def start_replicas(self, program: Program, state: TrainState) -> TrainState:
+        """Replaces all replicas by new ones that start with the state's common parameters."""
+        return _on_state(program, self.state.start_replicas, state)
+
+    def for_replicas_of(self, program: Program, per_device: Mapping[str, Any]) -> Program:
+        """Returns a program that loads states with the number of replicas in `per_device`.
+
+        Each device loads its part of every replica. The program is only for loading, and takes no
+        steps.
+        """
+        shape = getattr(per_device.get("examples"), "shape", ())
+        if not shape or shape[0] == axes_size(program.mesh, self.replica_axes):
+            return program
+
+        def spread(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            sharding = getattr(x, "sharding", None)
+            if sharding is not None:
+                sharding = NamedSharding(program.mesh, PartitionSpec(None, *sharding.spec[1:]))
+            return jax.ShapeDtypeStruct((shape[0], *x.shape[1:]), x.dtype, sharding=sharding)
+
+        abstract, unpadded = (
+            state.replace(local=jax.tree.map(spread, state.local))
+            for state in (program.abstract_state, program.unpadded_state)
+        )
+        return dataclasses.replace(program, abstract_state=abstract, unpadded_state=unpadded)
+
+    def regroup(self, program: Program, state: TrainState) -> TrainState:
+        """Converts a state with another number of replicas, see `DiLoCoState.regroup`."""
+        if state.local["examples"].shape == program.abstract_state.local["examples"].shape:
+            return state
+        return _on_state(program, self.state.regroup, state)
+
+
+def _on_state(
+    program: Program, function: Callable[[TrainState], TrainState], state: TrainState
+) -> TrainState:
+    """Jits and runs `function(state)`; donates all arrays except the per-replica arrays."""
+
+    def run(common: TrainState, local: Any) -> TrainState:
+        return function(common.replace(local=local))
+
+    on_auto = on_auto_axes(run, mesh=program.mesh, out_specs=program.layout)
+    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
+    with no_mesh():  # `local` is not donated, because its number of replicas may change.
+        jitted = jax.jit(on_auto, out_shardings=shardings, donate_argnums=0)
+        return cast(TrainState, jitted(state.replace(local={}), state.local))
+
+
+def build_diloco(
+    inner: Program,
+    batch: Any,
+    *,
+    mesh: Mesh | AbstractMesh,
+    replica_axes: tuple[str, ...],
+    every: int,
+    outer_tx: optax.GradientTransformation,
+    outer_comm: CommPolicy,
+    num_fragments: int,
+    overlap: bool,
+    compiler_options: dict[str, Any] | None,
+) -> Program:
+    """Builds DiLoCo around one replica's program `inner`; `batch` is the abstract global batch."""
+    name = "diloco"
+    typed_mesh, mesh = cast(Mesh, mesh), cast(Mesh, with_axis_types(mesh, AxisType.Auto))
+    roles = inner.roles
+    first, *others = roles.batch_dims.items()
+    roles = dataclasses.replace(roles, batch_dims={0: (*replica_axes, *first[1]), **dict(others)})
+    step = replicated_step(name, inner, mesh, roles, replica_axes)
+    state = DiLoCoState(inner, step.placements, mesh, replica_axes, outer_tx, num_fragments)
+    steps = ReplicaSteps(inner, step, replica_axes, state, outer_comm)
+
+    with no_mesh():
+        padded = jax.eval_shape(state.create, jax.eval_shape(lambda: jax.random.key(0)))
+        layout = state.layout(padded)
+        jitted = JittedSteps(typed_mesh, layout, padded, compiler_options)
+        unpadded = state.unpadded_state()
+
+    def jit_outer(fragment: int) -> OuterStep:
+        update = jitted.jit_update(functools.partial(steps.outer_step, fragment))
+        return OuterStep(update, jitted.check("outer_step"))
+
+    outer_steps = tuple(map(jit_outer, range(num_fragments)))
+    overlapped_steps = tuple(
+        jitted.jit_train_step(functools.partial(steps.overlapped_outer_step, fragment))
+        for fragment in range(num_fragments if overlap else 0)
+    )
+    due_at = functools.partial(state.fragments.due_at, every=every)
+    inner_step = jitted.jit_train_step(steps.train)
+    train_step = CountedStep(inner_step, outer_steps, overlapped_steps, due_at, every)
+    infos, placements = [info for info, _ in inner.parameters], jax.tree.leaves(step.placements)
+    indices = iter(jax.tree.leaves(state.fragments.index))
+    outer = DiLoCo(
+        inner=inner,
+        replica_axes=replica_axes,
+        every=every,
+        fragments=tuple(next(indices) if place.trainable else None for place in placements),
+        steps=outer_steps,
+        overlapped_steps=overlapped_steps,
+        comm=outer_comm,
+        train_step=train_step,
+        state=state,
+    )
+    return Program(
+        strategy=step.strategy,
+        mode=inner.mode,
+        mesh=jitted.mesh,
+        data_axes=roles.data_axes,
+        num_minibatches=inner.num_minibatches,
+        comm=inner.comm,
+        layout=layout,
+        parameters=tuple(zip(infos, placements, strict=True)),
+        abstract_state=jitted.abstract_state,
+        unpadded_state=unpadded,
+        abstract_batch=with_shardings(batch, jitted.shard(roles.batch_specs(batch))),
+        batch_sharding=jitted.shard(roles.batch_spec),
+        create=state.create,
+        init=jitted.jit_init(state.create),
+        train_step=cast(Any, train_step),
+        eval_step=jitted.jit_eval_step(step.evaluate),
+        step=step,
+        outer=outer,
+    )
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 def diloco(
@@ -235,3 +520,64 @@ def _check_steps(program: Program) -> None:
                 "itself. (The balance of experts and losses that couple all examples have such "
                 "collectives.) Use hsdp."
             )
+
+
+# -------------------------------------------------------------------------------------------------
+# Builds a `diloco` program from a config, whose fields are names and numbers.
+
+
+def diloco_of_config(
+    model: Model,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    *,
+    inner: str,
+    outer_learning_rate: float,
+    outer_momentum: float,
+    outer_code: Quantization | Literal[""],
+    **options: Any,
+) -> Program:
+    """Builds a `diloco` program from the fields of a config.
+
+    Args:
+      model: The model, see `diloco`.
+      tx: The optimizer of each replica.
+      loss_fn: The loss.
+      inner: The name of each replica's strategy. Options that this strategy lacks are ignored.
+      outer_learning_rate: The learning rate of the outer optimizer. Without momentum the optimizer
+        is plain gradient descent. A rate of 1 then takes the mean of the replicas' parameters.
+      outer_momentum: Nesterov momentum of the outer optimizer; 0 for none.
+      outer_code: The quantizer of exchanged differences; `""` for none.
+      **options: The options of `diloco`.
+    """
+    kind = strategy_kinds()[inner]
+    known = {*PROGRAM_OPTIONS, *kind.fields, *FIELDS}
+    known_options = {name: value for name, value in options.items() if name in known}
+
+    def build(*args: Any, **inner_options: Any) -> Any:
+        return kind.builder(*args, **inner_options, **kind.constants)
+
+    momentum = outer_momentum or None
+    return diloco(
+        model,
+        tx,
+        loss_fn,
+        inner=build,
+        outer_tx=optax.sgd(outer_learning_rate, momentum=momentum, nesterov=momentum is not None),
+        outer_code=outer_code or None,
+        **known_options,
+    )
+
+
+FIELDS: Mapping[str, Field] = with_meanings(
+    {
+        "inner": Field(str, choices=("dp", "zero1", "zero2", "fsdp"), default="fsdp"),
+        "every": Field(int, 1, default=10),
+        "outer_learning_rate": Field(float, 0, below=1e38, default=1.0),
+        "outer_momentum": Field(float, 0, below=1, default=0.0),
+        "outer_code": Field(str, choices=("", *get_args(Quantization)), default=""),
+        "outer_fragments": Field(int, 1, default=1),
+        "outer_overlap": Field(bool, default=False),
+    },
+    first_sentences(diloco) | first_sentences(diloco_of_config),
+)

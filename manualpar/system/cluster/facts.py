@@ -4,8 +4,13 @@ A fact is a value that must be equal in every process: a field of the config, a 
 fingerprint of the data. It has a name that users understand, and its value is a text.
 """
 
+import functools
+import hashlib
+import importlib.metadata
 import os
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from manualpar.core.state.state_arrays import list_some
 
@@ -62,3 +67,42 @@ def name_processes(processes: list[int]) -> str:
 
 def _shorten(value: str) -> str:
     return value if len(value) <= MAX_VALUE_CHARACTERS else f"{value[:MAX_VALUE_CHARACTERS]}..."
+
+
+# -------------------------------------------------------------------------------------------------
+# The versions and sources that must be equal in all processes of a run.
+
+
+PACKAGES = (
+    *("manualpar", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "libtpu"),
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+PACKAGE = Path(__file__).parents[2]
+
+
+def software_facts() -> Facts:
+    """Returns the versions of Python and of packages, and a hash of this package's sources.
+
+    The hash differs between hosts that have different commits of one version.
+    """
+    facts = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in PACKAGES:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "not installed"
+    return {**facts, "the hash of manualpar's sources": _package_hash()}
+
+
+def hash_files(paths: Iterable[Path]) -> str:
+    """Returns a hash of the names and contents of files."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+@functools.cache
+def _package_hash() -> str:
+    return hash_files(sorted(PACKAGE.rglob("*.py")))

@@ -17,7 +17,7 @@ from rich import box
 from rich.text import Text
 
 from manualpar.errors import printable
-from manualpar.inspect.fitted_table import FittedTable
+from manualpar.inspect.state_layout import FittedTable
 
 Row = TypeVar("Row")
 

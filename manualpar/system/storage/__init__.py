@@ -3,10 +3,14 @@
 from manualpar.system.storage.array_store import CONTEXT, key_value_store
 from manualpar.system.storage.bucket_path import (
     AnyPath,
+    BucketError,
     BucketPath,
+    ContentError,
     GivenPath,
+    Version,
     as_path,
     open_for_reading,
+    request,
 )
 from manualpar.system.storage.copies import (
     copied_files,
@@ -17,21 +21,20 @@ from manualpar.system.storage.copies import (
     user_path,
     writing_cache,
 )
+from manualpar.system.storage.drafts import PREFIX as LOCK_PREFIX
 from manualpar.system.storage.drafts import (
     FolderError,
+    HeldError,
     draft_of,
+    hold,
+    hold_file,
     new_number,
     path_of_draft,
     publish,
     sync,
     writing,
 )
-from manualpar.system.storage.file_lock import hold_file
-from manualpar.system.storage.lease import PREFIX as LOCK_PREFIX
-from manualpar.system.storage.lease import HeldError, hold
 from manualpar.system.storage.mirror import mirrored
-from manualpar.system.storage.requests import BucketError, ContentError, request
-from manualpar.system.storage.services import Version
 
 __all__ = [
     "CONTEXT",

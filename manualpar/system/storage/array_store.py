@@ -7,10 +7,10 @@ environment variables, or else from credential files or from a service of the ma
 import os
 from typing import Any
 
-from manualpar.system.storage.bucket_path import BucketPath
-from manualpar.system.storage.requests import BucketError
+from manualpar.system.storage.bucket_path import BucketError, BucketPath
 
-# tensorstore's own retries of a request. If these fail, `manualpar.system.storage.requests` repeats
+# tensorstore's own retries of a request. If these fail, `manualpar.system.storage.bucket_path`
+# repeats
 # the request later, and reports the repetition.
 RETRIES = {"max_retries": 3, "initial_delay": "500ms", "max_delay": "4s"}
 # The resources that tensorstore uses for requests. Nothing is cached.

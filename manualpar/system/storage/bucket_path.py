@@ -17,19 +17,428 @@ import glob
 import io
 import os
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Self, TypeVar
 
-from manualpar.system.storage.requests import ENDPOINTS, BucketError, ContentError, request, twice
-from manualpar.system.storage.services import (
-    MODULES,
-    Version,
-    file_system,
-    list_page,
-    read_part,
-    version_of,
+from absl import logging
+
+from manualpar.errors import require
+
+# -------------------------------------------------------------------------------------------------
+# Repeats requests to a bucket after temporary errors; explains all other errors.
+#
+# If a server is busy, a connection is cut off or a request takes too long, the request is repeated
+# after each of the pauses in `WAITS` (in seconds), with a message on standard error. If the last
+# attempt fails, a `BucketError` is raised, whose message is one sentence. The message contains
+# only the error code of the server's answer, because the rest may contain parts of the signed
+# request.
+
+
+Result = TypeVar("Result")
+
+WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+# The HTTP statuses below 500 that mean a temporary error: request timeout, conflict with another
+# request, too early, and too many requests.
+PASSING = frozenset({408, 409, 425, 429})
+# Network errors, as pairs of a package's and a class's name, because the packages are optional.
+NETWORK = frozenset(
+    {
+        ("aiohttp", "ClientError"),
+        ("botocore", "ConnectionError"),
+        ("botocore", "HTTPClientError"),
+        ("fsspec", "FSTimeoutError"),
+        ("google", "TransportError"),
+        ("requests", "RequestException"),
+    }
 )
+NO_CREDENTIALS = frozenset(
+    {
+        "CredentialRetrievalError",
+        "DefaultCredentialsError",
+        "NoAuthTokenError",
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "RefreshError",
+        "TokenRetrievalError",
+    }
+)
+# tensorstore raises a `ValueError`, and only its text contains the status and the error code.
+TENSORSTORE_STATUS = re.compile(r"http_response_code='(\d{3})'")
+TENSORSTORE_CODE = re.compile(r"[A-Z_]+: ([A-Z][A-Za-z]{1,59}): ")
+TENSORSTORE_PASSING = re.compile(r"(ABORTED|DEADLINE_EXCEEDED|UNAVAILABLE)\b")
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+}
+ENDPOINTS = {
+    "s3": "AWS_ENDPOINT_URL, which is for servers other than Amazon's",
+    "gs": "STORAGE_EMULATOR_HOST, which is for servers other than Google's",
+}
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+ADDRESSES = {
+    "s3": "set AWS_ENDPOINT_URL to the address that answers, or AWS_REGION to the bucket's region",
+    "gs": "set STORAGE_EMULATOR_HOST to the address that answers",
+}
+
+
+class BucketError(OSError, ValueError):
+    """A bucket cannot be read or written; the message is a sentence without its full stop.
+
+    The class is also a `ValueError`, because commands print a `ValueError` as one sentence.
+    """
+
+
+class ContentError(BucketError):
+    """The object changed after reading began, or the server sent bytes that were not requested."""
+
+
+def twice(action: Callable[[], Result]) -> Result:
+    """Calls `action`, and calls it a second time if the first call raises a `ContentError`."""
+    try:
+        return action()
+    except ContentError as error:
+        logging.warning("%s; reading it once more", error)
+    return action()
+
+
+def request(path: Any, action: Callable[[], Result]) -> Result:
+    """Calls `action`, and repeats the call after the pauses in `WAITS` while errors are temporary.
+
+    Args:
+      path: The `BucketPath` of the request, for messages.
+      action: Makes the request. It may be called again although the server has already carried out
+        the request, because the answer may be lost.
+
+    Raises:
+      FileNotFoundError: There is no such object.
+      FileExistsError: The request was to create an object that exists already.
+      BucketError: The request fails for any other reason.
+    """
+    for wait in (*WAITS, None):
+        try:
+            return action()
+        except FileExistsError:
+            raise FileExistsError(f"{path} exists") from None
+        except BucketError:
+            raise
+        except Exception as error:
+            if not is_passing(error) or wait is None:
+                raise _explained(path, error) from None
+            logging.warning("%s: %s; trying again in %g s", path, describe_answer(error), wait)
+            time.sleep(wait)
+    raise AssertionError("the last try returns or raises")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Returns whether an error is temporary, so that the request may succeed later."""
+    # Looks for an HTTP status first, because the type of a library's error is less precise.
+    for status in filter(None, map(_status, _causes(error))):
+        return status >= 500 or status in PASSING
+    for cause in _causes(error):
+        kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(cause).__mro__}
+        if isinstance(cause, ConnectionError | TimeoutError) or kinds & NETWORK:
+            return True
+        if TENSORSTORE_PASSING.match(str(cause)):
+            return True
+    return False
+
+
+def has_status(error: BaseException, status: int) -> bool:
+    """Returns whether the server answered with an HTTP status, such as 412."""
+    return any(_status(cause) == status for cause in _causes(error))
+
+
+def describe_answer(error: BaseException) -> str:
+    """Describes an error in a few words: the server's error code, or the type of the error."""
+    for cause in _causes(error):
+        if code := _code(cause):
+            return f"the server answered {code}"
+    name = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
+    return f"the server cannot be reached{name}"
+
+
+def _explained(path: Any, error: Exception) -> OSError:
+    codes = {_code(cause) for cause in _causes(error)}
+    statuses = {_status(cause) for cause in _causes(error)}
+    names = {type(cause).__name__ for cause in _causes(error)}
+    credentials, endpoint = CREDENTIALS[path.scheme], ENDPOINTS[path.scheme]
+    if "NoSuchBucket" in codes:
+        text = f"there is no such bucket: check its name, and {endpoint}"
+    elif isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"{path} does not exist")
+    elif names & NO_CREDENTIALS:
+        text = f"there are no credentials in the environment: set {credentials}"
+    elif isinstance(error, PermissionError) or statuses & {401, 403}:
+        problem = f"access is refused ({_named(codes)})"
+        text = f"{problem}: check {credentials}, and their permissions in this bucket"
+    elif redirects := statuses & REDIRECTS:
+        text = (
+            f"the server redirects to another address ({min(redirects)}), which is not followed "
+            f"because the request is signed for this address: {ADDRESSES[path.scheme]}"
+        )
+    elif is_passing(error):
+        tries = f"in each of {len(WAITS) + 1} tries"
+        text = f"{describe_answer(error)}, {tries}: check the network, and {endpoint}"
+    else:
+        text = f"the request failed ({_named(codes) or type(error).__name__}): check {endpoint}"
+    return BucketError(f"{path}: {text}")
+
+
+def _named(codes: set[str]) -> str:
+    return ", ".join(sorted(filter(None, codes)))
+
+
+def _code(error: BaseException) -> str:
+    """Returns the server's code for an error, or the HTTP status; '' if there was no answer."""
+    response = getattr(error, "response", None)
+    found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+    if in_text := TENSORSTORE_CODE.match(str(error)):
+        found = in_text[1]
+    found = str(found or _status(error) or "")
+    return found if re.fullmatch(r"[\w.-]{1,60}", found) else ""
+
+
+def _status(error: BaseException) -> int:
+    """Returns the HTTP status in an error of a library; 0 if the error has no status."""
+    if in_text := TENSORSTORE_STATUS.search(str(error)):
+        return int(in_text[1])
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    code = str(getattr(error, "status", None) or getattr(error, "code", None))
+    return int(code) if code.isdecimal() else 0
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and the errors that caused it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+# -------------------------------------------------------------------------------------------------
+# Makes the requests to S3 and Google Cloud Storage for which fsspec's functions do not suffice.
+#
+# There are two: `read_part` reads one version of an object, and returns the server's data about
+# this version. `list_page` lists objects page by page, so that an endless list is noticed.
+#
+# Requests to S3 follow no redirects, although aiobotocore lets aiohttp follow them. A request is
+# signed for one host, so another host could only refuse the request. But the other host would
+# receive the session token, and its answer to a list request would be trusted. So here a redirect
+# raises an error. The exception is a redirect that names a region, such as Amazon's: it is
+# returned to botocore, which signs the request again and sends it to this region.
+
+
+MODULES = {"s3": "s3fs", "gs": "gcsfs"}
+CONNECT_SECONDS, READ_SECONDS = 10, 60
+PARTIAL_CONTENT, PRECONDITION_FAILED = 206, 412
+REGION = "x-amz-bucket-region"
+CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """A server's data about the content of an object.
+
+    Attributes:
+      size: The size in bytes.
+      tag: The ETag, which changes with the content; "" if the server sends no ETag.
+      generation: The number that Google Cloud Storage gives to each content of a name; "" for S3.
+    """
+
+    size: int
+    tag: str
+    generation: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectPart:
+    """Bytes of an object, and the server's data about them.
+
+    Attributes:
+      data: The bytes; empty if `length` is more than was requested.
+      length: The number of bytes that the server announces.
+      tag: The ETag of the object; "" if the server sends no ETag.
+      is_range: Whether the server sends a range, and not the whole object.
+      size: The size of the whole object, if the server sends a range and this size.
+    """
+
+    data: bytes
+    length: int
+    tag: str
+    is_range: bool
+    size: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A page of a list: sizes by key, folders (with a slash at the end), and next page's token."""
+
+    sizes: dict[str, int]
+    folders: list[str]
+    is_last: bool
+    next_token: str
+
+
+class RedirectError(OSError):
+    """A server has redirected a request to another address."""
+
+    def __init__(self, status: int) -> None:
+        """Makes the error for a redirect with this HTTP status."""
+        super().__init__(f"a redirect ({status})")
+        self.status = status
+
+
+def file_system(scheme: str) -> Any:
+    """Returns fsspec's file system for a scheme; repeated calls return the same object."""
+    require(f"{scheme}://", MODULES[scheme])
+    import fsspec
+
+    # No caching of lists, because a cached list would not show later writes of other processes.
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme == "s3":
+        options["config_kwargs"] = {
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+            "retries": {"total_max_attempts": 1},
+            "http_session_cls": _direct_session(),
+        }
+    files = fsspec.filesystem(scheme, **options)
+    files.retries = 1  # No repetition here: `request` repeats requests, and reports this.
+    return files
+
+
+def version_of(info: dict[str, Any]) -> Version:
+    """Reads the version of an object from fsspec's `info` about the object."""
+    tag = str(info.get("ETag") or info.get("etag") or "")
+    return Version(int(info["size"]), tag, str(info.get("generation") or ""))
+
+
+def read_part(
+    scheme: str,
+    bucket: str,
+    key: str,
+    *,
+    limits: tuple[int, int] | None,
+    version: Version | None,
+) -> ObjectPart:
+    """Requests an object, or a range of its bytes.
+
+    Args:
+      scheme: A key of `MODULES`.
+      bucket: The name of the bucket.
+      key: The key of the object.
+      limits: The first byte, and the byte after the last byte; `None` for the whole object.
+      version: The version to read; the server refuses to send another version. `None` for any.
+
+    Raises:
+      ContentError: The server refused, because the object now has another version.
+    """
+    wanted = {} if limits is None else {"Range": f"bytes={limits[0]}-{limits[1] - 1}"}
+    length = limits[1] - limits[0] if limits else version.size if version else None
+    files = file_system(scheme)
+    if scheme == "gs":
+        generation = version.generation if version else ""
+        url = files.url(f"{bucket}/{key}", generation=generation or None)
+        headers, data = files.call("GET", url, headers=wanted)
+        found = str(headers.get("Content-Range", ""))
+        return ObjectPart(data, len(data), "", bool(found), _whole_size(found))
+    import fsspec.asyn
+
+    if version and version.tag:
+        wanted["IfMatch"] = version.tag
+    try:
+        answer = files.call_s3("get_object", Bucket=bucket, Key=key, **wanted)
+    except Exception as error:
+        if has_status(error, PRECONDITION_FAILED):
+            raise ContentError(f"s3://{bucket}/{key} changed after reading began") from None
+        raise
+    body = answer["Body"]
+    try:
+        sent = int(answer.get("ContentLength", 0))
+        is_range = answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL_CONTENT
+        # A server may send the whole object instead of a range, which may not fit into memory.
+        is_wanted = length is None or sent <= length
+        data = fsspec.asyn.sync(files.loop, body.read) if is_wanted else b""
+    finally:
+        body.close()
+    size = _whole_size(str(answer.get("ContentRange", "")))
+    return ObjectPart(
+        data, len(data) if is_wanted else sent, str(answer.get("ETag", "")), is_range, size
+    )
+
+
+def list_page(scheme: str, bucket: str, prefix: str, *, delimiter: str, token: str) -> Page:
+    """Requests a page of the list of objects whose keys begin with `prefix`.
+
+    Args:
+      scheme: A key of `MODULES`.
+      bucket: The name of the bucket.
+      prefix: The beginning of the objects' keys.
+      delimiter: "/" to list a folder without its subfolders' objects, "" to list all objects.
+      token: The `next_token` of the previous page; "" for the first page.
+    """
+    files = file_system(scheme)
+    if scheme == "gs":
+        found = files.call(
+            "GET",
+            "b/{}/o",
+            bucket,
+            prefix=prefix or None,
+            delimiter=delimiter or None,
+            pageToken=token or None,
+            json_out=True,
+        )
+        sizes = {item["name"]: int(item["size"]) for item in found.get("items", [])}
+        token = str(found.get("nextPageToken") or "")
+        return Page(sizes, list(found.get("prefixes", [])), not token, token)
+    options = {"Delimiter": delimiter} if delimiter else {}
+    if token:
+        options["ContinuationToken"] = token
+    found = files.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **options)
+    sizes = {item["Key"]: int(item["Size"]) for item in found.get("Contents", [])}
+    folders = [item["Prefix"] for item in found.get("CommonPrefixes", [])]
+    token = str(found.get("NextContinuationToken") or "")
+    return Page(sizes, folders, not found.get("IsTruncated"), token)
+
+
+def _whole_size(content_range: str) -> int | None:
+    found = CONTENT_RANGE.fullmatch(content_range)
+    return int(found[3]) if found else None
+
+
+@functools.cache
+def _direct_session() -> type:
+    """Returns a class of sessions without redirects, for `AioConfig(http_session_cls=...)`."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class DirectSession(AIOHTTPSession):  # type: ignore[misc, unused-ignore]  # Optional.
+        async def _get_session(self, proxy_url: str | None) -> _Direct:
+            return _Direct(await super()._get_session(proxy_url))
+
+    return DirectSession
+
+
+class _Direct:
+    """Wraps a session of aiohttp, so that its requests follow no redirect."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        """Sends a request and returns the response; raises a `RedirectError` for a redirect."""
+        response = await self._session.request(*args, **options, allow_redirects=False)
+        if response.status in REDIRECTS and REGION not in response.headers:
+            response.close()
+            raise RedirectError(response.status)
+        return response
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 

@@ -13,14 +13,16 @@ from pathlib import Path
 
 from manualpar.system.storage.bucket_path import (
     AnyPath,
+    BucketError,
     BucketPath,
+    ContentError,
     GivenPath,
+    Version,
     as_path,
     open_for_reading,
+    twice,
 )
 from manualpar.system.storage.drafts import FolderError
-from manualpar.system.storage.requests import BucketError, ContentError, twice
-from manualpar.system.storage.services import Version
 
 COPIED_BYTES = 1 << 24  # A file is copied in parts of this size.
 NAME_BYTES = 255  # The longest file name that file systems allow.

@@ -16,8 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from manualpar.system.storage.bucket_path import AnyPath, BucketPath
-from manualpar.system.storage.requests import BucketError
+from manualpar.system.storage.bucket_path import AnyPath, BucketError, BucketPath
 
 PUT_SECONDS = 60.0
 FIRST = ("discarded.jsonl",)

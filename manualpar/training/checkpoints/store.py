@@ -29,10 +29,14 @@ from manualpar.core.state.train_state import TrainState
 from manualpar.system.cluster.agreement import JSON, first_failure, from_first
 from manualpar.system.storage import AnyPath, BucketPath, as_path
 from manualpar.system.storage.durable_files import WriteError
-from manualpar.training.checkpoints.failures import CheckpointError, cannot_write, explain_failure
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.checkpoints.manifest import DamagedError
 from manualpar.training.checkpoints.retention import Retention
+from manualpar.training.checkpoints.saved_state import (
+    CheckpointError,
+    cannot_write,
+    explain_failure,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@
     times.jsonl        what process 0 spent its time on, see `run_times`; never cut back
     discarded.jsonl    a line for each resume and rollback, with the lines cut off from the files
     events.out.*       all of the numbers for TensorBoard, an event file for each start
-    .lock              locked by the run that writes here, see `manualpar.training.workdir_lock`
+    .lock              locked by the run that writes here, see `manualpar.training.workdir`
 
 A line of `metrics.jsonl` or `throughput.jsonl` is an object with `step`, `split` (`train`, `eval`
 or `test`) and numbers by name. JSON has no infinity or NaN, so the lines have `null` for them. The

@@ -14,8 +14,7 @@ from manualpar import Batch, abstract_mesh, data_parallel, gather_examples
 from manualpar.core.checks.context_check import check_context
 from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.mesh.roles import AxisRoles
-from manualpar.core.model.option_table import with_defaults
-from manualpar.core.model.options import PROGRAM_OPTIONS
+from manualpar.core.model.options import PROGRAM_OPTIONS, with_defaults
 from manualpar.core.model.trace_model import trace_model
 from manualpar.core.modes.manual import Manual
 from manualpar.layers import Context

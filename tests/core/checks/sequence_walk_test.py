@@ -12,8 +12,7 @@ import pytest
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.checks import context_check
-from manualpar.core.checks.sequence_values import SplitValue
-from manualpar.core.checks.sequence_walk import SequenceWalk
+from manualpar.core.checks.context_check import SequenceWalk, SplitValue
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE, SEQUENCE_SCOPE
 
 DEVICES = 4

@@ -12,8 +12,7 @@ from manualpar.core.mesh.compiler_options import (
     choose_options,
     keep_if_known,
 )
-from manualpar.core.mesh.mesh import make_mesh
-from manualpar.core.mesh.mesh_order import count_hosts
+from manualpar.core.mesh.mesh import count_hosts, make_mesh
 from manualpar.planner import gpu_compiler, tpu_compiler
 from manualpar.planner.compiler_worker import installed
 from manualpar.planner.gpu_compiler import GPU

@@ -8,7 +8,7 @@ import textwrap
 import jax
 import pytest
 
-from manualpar.core.mesh.devices import describe_mesh, simulate_devices
+from manualpar.core.mesh.mesh import describe_mesh, simulate_devices
 from tests.paths import ROOT
 
 
@@ -18,7 +18,7 @@ def test_the_number_of_devices_is_the_one_asked_for():
     script = """
         import os
         import jax
-        from manualpar.core.mesh.devices import simulate_devices
+        from manualpar.core.mesh.mesh import simulate_devices
 
         def chosen():
             return jax.config.values["jax_num_cpu_devices"], jax.config.values["jax_platforms"]
@@ -45,7 +45,7 @@ STARTED = """
     import os
     import jax
     from manualpar import make_mesh
-    from manualpar.core.mesh.devices import simulate_devices
+    from manualpar.core.mesh.mesh import simulate_devices
 
     def message(function, *args):
         try:
@@ -116,7 +116,7 @@ def test_a_mesh_is_described_in_a_line(devices8):
 
 
 def test_the_former_place_has_the_same_functions():
-    with pytest.warns(DeprecationWarning, match="manualpar.core.mesh.devices"):
+    with pytest.warns(DeprecationWarning, match="manualpar.core.mesh.mesh"):
         from manualpar.training import devices
 
     assert devices.simulate_devices is simulate_devices

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from manualpar.core.mesh.mesh import make_mesh
-from manualpar.core.mesh.mesh_order import arrange_devices, describe_links, in_order
+from manualpar.core.mesh.mesh import arrange_devices, describe_links, in_order, make_mesh
 from tests.core.mesh.devices import Device
 
 

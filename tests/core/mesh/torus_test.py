@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from manualpar.core.mesh.mesh_order import arrange_devices, describe_links
-from manualpar.core.mesh.torus import arrange_in_torus, describe_along, ring_through
+from manualpar.core.mesh.mesh import (
+    arrange_devices,
+    arrange_in_torus,
+    describe_along,
+    describe_links,
+    ring_through,
+)
 from manualpar.planner.topology import is_closed, parse_topology
 from tests.core.mesh.devices import Device
 

@@ -7,15 +7,15 @@ from typing import Annotated, Literal, Required, TypedDict
 import pytest
 
 import manualpar as mp
-from manualpar.core.model.option_table import (
+from manualpar.core.model.options import (
+    PROGRAM_OPTIONS,
     Option,
     check_options,
     explain_options,
     option_table,
     with_defaults,
 )
-from manualpar.core.model.options import PROGRAM_OPTIONS
-from manualpar.strategies.fields import fields_of_options, values_of_options
+from manualpar.strategies.registry import fields_of_options, values_of_options
 from manualpar.strategies.shared_options import (
     PARAMETER_SHARDING,
     REPLICATED_SHARDING,

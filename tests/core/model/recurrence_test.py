@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
 from manualpar.core.model.interface import interface_of
-from manualpar.core.model.recurrence import varying_linen_carries
+from manualpar.core.model.loops import varying_linen_carries
 from manualpar.core.parameters.collectives import varying_axes
 from tests.one_device import slow_unless
 from tests.tiny import square_loss

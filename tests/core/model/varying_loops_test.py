@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
-from manualpar.core.model.varying_loops import varying_loops
+from manualpar.core.model.loops import varying_loops
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.tracing.jaxprs import all_equations
 

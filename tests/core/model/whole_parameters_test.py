@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
-from manualpar.core.model.whole_parameters import PartOfDevice
-from manualpar.core.parameters.parameter_info import ParameterInfo
+from manualpar.core.model.trace_model import PartOfDevice
+from manualpar.core.parameters.placement import ParameterInfo
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
 from manualpar.layers import MoE
 from tests.one_device import slow_unless

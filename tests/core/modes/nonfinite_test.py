@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, make_mesh
-from manualpar.core.modes.nonfinite import find_nonfinite
 from manualpar.core.modes.strategy import MODES
+from manualpar.core.program.step import find_nonfinite
 from manualpar.inspect.communication import count_by_kind, total_bytes, trace_collectives
 from manualpar.training.replicas import ReplicaSentinel
 from tests.one_device import slow_unless

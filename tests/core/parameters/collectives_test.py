@@ -7,13 +7,14 @@ from jax.sharding import PartitionSpec as P
 from manualpar import gather_array_with_mean_grads, gather_examples, make_mesh
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.parameters.collectives import (
+    EXACT,
+    CommPolicy,
     cast_to_varying,
     gather_invariant,
     is_vma_checked,
     scatter_mean,
     varying_axes,
 )
-from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 
 AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
 BOTH = ("data", "model")

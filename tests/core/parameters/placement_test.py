@@ -9,9 +9,15 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, fsdp, hsdp, make_mesh, shard_params, zero
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.parameters.parameter_info import ParameterInfo, describe_parameters
-from manualpar.core.parameters.placement import Placement, like_params
-from manualpar.core.parameters.shard_rules import replicate, shard_one_dim, shard_state_only
+from manualpar.core.parameters.placement import (
+    ParameterInfo,
+    Placement,
+    describe_parameters,
+    like_params,
+    replicate,
+    shard_one_dim,
+    shard_state_only,
+)
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
 
 

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, make_mesh, zero
-from manualpar.core.parameters import shard_rules
-from manualpar.core.parameters.parameter_info import ParameterInfo
+from manualpar.core.parameters import placement as shard_rules
+from manualpar.core.parameters.placement import ParameterInfo
 from manualpar.core.tracing.jaxprs import inner_jaxprs
 from manualpar.core.tracing.scopes import REDUCE_SCOPE
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives

@@ -18,7 +18,7 @@ from manualpar import (
 )
 from manualpar.core.mesh.axes import axes_size
 from manualpar.core.parameters.collectives import cast_to_varying
-from manualpar.core.parameters.shard_rules import choose_shard_dim
+from manualpar.core.parameters.placement import choose_shard_dim
 from manualpar.core.parameters.sharded_parameter import boxed_axes, is_box, replicate_shards
 
 REPLICATED = P()

@@ -13,7 +13,7 @@ import optax
 
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.core.mesh.axes import is_axis_bound
-from manualpar.core.parameters.split_parameter import split
+from manualpar.core.parameters.annotations import split
 from manualpar.core.tracing.scopes import EXPERT_SCOPE
 from manualpar.layers.boundaries import enter, leave
 from tests.tiny import masked_square_loss

@@ -12,7 +12,7 @@ import pytest
 
 from manualpar import assert_same_as_one_device, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.mesh.axes import is_axis_bound
-from manualpar.core.parameters.split_parameter import names_on, split
+from manualpar.core.parameters.annotations import names_on, split
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.layers.boundaries import enter, leave

@@ -8,9 +8,7 @@ import pytest
 
 from manualpar import abstract_mesh
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.parameter_info import ParameterInfo
-from manualpar.core.parameters.placement import Placement
-from manualpar.core.parameters.shard_rules import replicate
+from manualpar.core.parameters.placement import ParameterInfo, Placement, replicate
 from manualpar.core.program.placement_check import place_parameter
 from manualpar.core.program.program import build_program
 from tests.tiny import BATCHES, Classifier, loss_fn

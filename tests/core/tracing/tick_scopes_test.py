@@ -1,6 +1,6 @@
 import numpy as np
 
-from manualpar.core.tracing.tick_scopes import TickRuns, ticks_run, ticks_scope
+from manualpar.core.tracing.scopes import TickRuns, ticks_run, ticks_scope
 
 
 def test_how_often_stages_run_something():

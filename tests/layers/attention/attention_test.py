@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import abstract_mesh
 from manualpar.layers.attention import attention, blockwise_attention, kinds
-from manualpar.layers.attention.devices import Device
+from manualpar.layers.attention.kinds import Device
 from manualpar.layers.boundaries import platform_traced_for
 from tests.layers.attention.reference import arrays, numbers, reference
 

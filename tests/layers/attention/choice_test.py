@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import abstract_mesh
 from manualpar.layers.attention import context as contexts
-from manualpar.layers.attention import devices, kinds
+from manualpar.layers.attention import kinds
+from manualpar.layers.attention import kinds as devices
 from manualpar.layers.attention.context import Context
-from manualpar.layers.attention.cudnn_attention import cudnn_misfit
-from manualpar.layers.attention.devices import ASSUMED_MEMORY, Device
+from manualpar.layers.attention.kinds import ASSUMED_MEMORY, Device, cudnn_misfit
+from manualpar.planner.compiler_worker import tracing_for
 from manualpar.planner.hardware import chip_named
-from manualpar.planner.traced_kernels import tracing_for
 
 GIB = 2**30
 OLD = {

@@ -12,12 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manualpar.layers.attention.context import Context
-from manualpar.layers.attention.cudnn_attention import mask_bytes
-from manualpar.planner.compiler_worker import installed
+from manualpar.layers.attention.kinds import mask_bytes
+from manualpar.planner.compiler_worker import installed, tracing_for
 from manualpar.planner.gpu_compiler import INSTALL, PACKAGES
 from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.hardware import chip_named
-from manualpar.planner.traced_kernels import tracing_for
 
 pytestmark = [
     pytest.mark.slow,

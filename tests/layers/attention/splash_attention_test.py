@@ -14,12 +14,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, fsdp, make_mesh
-from manualpar.core.tracing.attention_blocks import blocks_computed
 from manualpar.core.tracing.jaxprs import inner_jaxprs
+from manualpar.core.tracing.scopes import blocks_computed
 from manualpar.layers.attention import kinds as attention
 from manualpar.layers.attention import splash_attention as splash
 from manualpar.layers.attention.blockwise_attention import ATTENDED
-from manualpar.layers.attention.devices import Device
+from manualpar.layers.attention.kinds import Device
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import with_fields
 from tests.layers.attention.reference import arrays, numbers, reference

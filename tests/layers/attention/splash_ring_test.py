@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.layers import Context
-from manualpar.layers.attention import splash_ring as splash_parts
+from manualpar.layers.attention import splash_attention as splash_parts
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
-from manualpar.planner.kernels import kernels_in
+from manualpar.planner.hardware import kernels_in
 from tests.layers.attention.reference import arrays, numbers, reference, zigzag
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax
 

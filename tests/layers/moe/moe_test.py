@@ -14,10 +14,9 @@ from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.mesh.mesh import make_mesh
 from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.inspect import count_by_kind, trace_collectives
-from manualpar.layers.moe import expert_exchange
-from manualpar.layers.moe.expert_exchange import has_ragged_all_to_all
+from manualpar.layers.moe import moe as expert_exchange
 from manualpar.layers.moe.experts import Experts
-from manualpar.layers.moe.moe import MoE, all_to_all_bytes, capacity_of
+from manualpar.layers.moe.moe import MoE, all_to_all_bytes, capacity_of, has_ragged_all_to_all
 from manualpar.layers.moe.routing import auxiliary_loss
 
 SOWN = ("losses", "intermediates")

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from manualpar import make_mesh
-from manualpar.layers.pipeline.exchange import exchange, sent_in_round
+from manualpar.layers.pipeline.executor import exchange, sent_in_round
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))

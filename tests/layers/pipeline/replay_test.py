@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from manualpar import make_mesh
-from manualpar.layers.pipeline.replay import run_retyped
+from manualpar.layers.pipeline.cut import run_retyped
 
 X = jnp.arange(1.0, 4.0)
 

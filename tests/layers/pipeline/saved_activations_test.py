@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar.layers.pipeline.saved_activations import KeptInputs, KeptResiduals
-from manualpar.layers.pipeline.staged_loss import Activations
+from manualpar.layers.pipeline.staged_loss import Activations, KeptInputs, KeptResiduals
 
 K, B, D = 3, 4, 8  # Layers of the chunk, examples, features.
 

@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from manualpar.layers.pipeline.schedule_check import check_table
-from manualpar.layers.pipeline.schedules import _table_of_events, make_table
+from manualpar.layers.pipeline.schedules import _table_of_events, check_table, make_table
 
 SMALL = [
     ("1f1b", 3, 4, 1, True),

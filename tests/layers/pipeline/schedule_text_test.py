@@ -1,7 +1,6 @@
 """Schedules as text."""
 
-from manualpar.layers.pipeline.schedule_text import describe_schedule
-from manualpar.layers.pipeline.schedules import make_table
+from manualpar.layers.pipeline.schedules import describe_schedule, make_table
 
 INTERLEAVED = """\
 1f1b: 2 stages of 2 chunks, 4 microbatches, 12 ticks, bubble 11.1%

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from manualpar.layers.pipeline.schedule_table import Costs, Event
-from manualpar.layers.pipeline.schedules import make_table
+from manualpar.layers.pipeline.schedules import Costs, Event, make_table
 
 SIZES = [*itertools.product((1, 2, 4), (1, 2, 3, 5, 8), (1, 2, 3))]
 

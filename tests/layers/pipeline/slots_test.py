@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from manualpar import make_mesh
-from manualpar.layers.pipeline.slots import branch
+from manualpar.layers.pipeline.staged_loss import branch
 
 
 @pytest.mark.usefixtures("devices8")

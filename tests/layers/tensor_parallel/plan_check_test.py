@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Column, Row, Vocab, abstract_mesh, data_parallel, tensor_parallel
-from manualpar.core.parameters.split_parameter import SplitParameter
+from manualpar.core.parameters.annotations import SplitParameter
 from manualpar.layers import MoE, SplitDense, enter
 from manualpar.layers.tensor_parallel.plan import TensorParallelInterface
 from manualpar.models import Transformer

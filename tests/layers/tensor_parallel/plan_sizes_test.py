@@ -22,7 +22,7 @@ from manualpar import (
     make_mesh,
     tensor_parallel,
 )
-from manualpar.layers.tensor_parallel.plan_sizes import local_sizes
+from manualpar.layers.tensor_parallel.plan_calls import local_sizes
 from tests.layers.tensor_parallel.language import VOCAB, loss_fn, make_batch
 
 random = nn.initializers.normal(0.3)

@@ -61,7 +61,7 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     )
 
     # Another mesh takes what has been saved, and keeps its own base.
-    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.drafts.DYING_SECONDS", 0.1)
     with (
         draft_of(tmp_path / "adapters"),
         pytest.raises(ValueError, match="adapters is being written by another process"),

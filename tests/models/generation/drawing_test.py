@@ -6,8 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from manualpar.models.generation.drawing import Drawing, draw_tokens, keep_likeliest
-from manualpar.models.generation.penalties import history_of, make_penalties, note, penalize
+from manualpar.models.generation.drawing import (
+    Drawing,
+    draw_tokens,
+    history_of,
+    keep_likeliest,
+    make_penalties,
+    note,
+    penalize,
+)
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32))
 draw = jax.jit(draw_tokens)

@@ -12,7 +12,7 @@ from manualpar import Batch, fsdp, make_mesh
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.generation import Generator
-from manualpar.models.generation.sampling import sample_tokens
+from manualpar.models.generation.drawing import sample_tokens
 from tests.models.generation.programs import SIZES, make_program, make_state
 
 VOCABULARY = 10

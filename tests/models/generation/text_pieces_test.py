@@ -3,7 +3,7 @@
 import pytest
 
 from manualpar.data.tokenizer import ByteTokenizer
-from manualpar.models.generation.text_pieces import TextPieces
+from manualpar.models.generation.answers import TextPieces
 
 TOKENIZER = ByteTokenizer()
 

@@ -124,8 +124,13 @@ def test_probabilities_after_every_cut_are_theirs():
     """The distribution of a draw, from logits, the settings and the tokens before."""
     torch = pytest.importorskip("torch", reason=INTEROP)
     logits_process = pytest.importorskip("transformers.generation.logits_process", reason=INTEROP)
-    from manualpar.models.generation.drawing import Drawing, keep_likeliest
-    from manualpar.models.generation.penalties import history_of, make_penalties, penalize
+    from manualpar.models.generation.drawing import (
+        Drawing,
+        history_of,
+        keep_likeliest,
+        make_penalties,
+        penalize,
+    )
 
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (6, VOCABULARY)).astype(np.float32)

@@ -7,8 +7,11 @@ import pytest
 
 from benchmarks.malformed_models import DOTS, FLOATS, INTEGERS, LARGE, LLAMA, MAY_BE_0
 from manualpar.models.pretrained import read_architecture
-from manualpar.models.pretrained.architecture import parse_architecture
-from manualpar.models.pretrained.model_config import complete_fields, write_config
+from manualpar.models.pretrained.architecture import (
+    complete_fields,
+    parse_architecture,
+    write_config,
+)
 
 
 def refused(config, key):

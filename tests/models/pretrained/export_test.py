@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from manualpar import lora, make_mesh
 from manualpar.models import Split
-from manualpar.models.pretrained import export, export_hf, load_hf, tensor_writer
+from manualpar.models.pretrained import export, export_hf, load_hf
+from manualpar.models.pretrained import export as tensor_writer
 from tests.models.pretrained.llama import (
     CONFIG,
     assert_same_files,

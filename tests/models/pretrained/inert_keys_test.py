@@ -3,9 +3,12 @@
 import pytest
 
 from manualpar.models import Attention, Transformer
-from manualpar.models.pretrained.architecture import parse_architecture
+from manualpar.models.pretrained.architecture import (
+    architecture_of,
+    parse_architecture,
+    write_config,
+)
 from manualpar.models.pretrained.families import INERT_KEYS, UNUSED_KEYS
-from manualpar.models.pretrained.model_config import architecture_of, write_config
 
 SIZES = {
     "model_type": "llama",

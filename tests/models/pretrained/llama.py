@@ -93,7 +93,7 @@ def during(monkeypatch, other):
             errors.append(error)
         write(*args)
 
-    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.drafts.DYING_SECONDS", 0.1)
     monkeypatch.setattr(export, "write_tensors", write_beside)
     return errors
 

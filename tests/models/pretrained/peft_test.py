@@ -24,9 +24,15 @@ from manualpar.models.pretrained import (
     lora_of_peft,
     read_architecture,
 )
-from manualpar.models.pretrained.peft_config import read_peft_config
-from manualpar.models.pretrained.peft_fused import fused_modules, join_fused, split_fused
-from manualpar.models.pretrained.peft_places import find_family, find_places, may_have_place
+from manualpar.models.pretrained.peft_files import (
+    find_family,
+    find_places,
+    fused_modules,
+    join_fused,
+    may_have_place,
+    read_peft_config,
+    split_fused,
+)
 from tests.models.pretrained.transformers_models import MODELS, make_batch, saved
 
 BATCH = make_batch()

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from manualpar.models.pretrained import slices
 from manualpar.models.pretrained.slices import copy_turned, join_bounds, within
-from manualpar.models.pretrained.tensor_bytes import (
+from manualpar.models.pretrained.tensor_files import (
     create_tensor_file,
     make_header,
     read_header,

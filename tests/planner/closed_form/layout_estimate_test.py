@@ -14,11 +14,12 @@ from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import nest_fields, with_fields
 from manualpar.planner.closed_form.layout import Layout, find_obstacle, sizes_on_device
-from manualpar.planner.closed_form.layout_config import config_of_layout, layout_fields
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator, estimate_layout
 from manualpar.planner.closed_form.layout_search import (
+    config_of_layout,
     factorisations,
     fastest_of_each_mesh,
+    layout_fields,
     rank_layouts,
 )
 from manualpar.planner.closed_form.layout_work import (

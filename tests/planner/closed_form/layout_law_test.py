@@ -14,8 +14,8 @@ from manualpar.inspect.communication import summed
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import with_fields
 from manualpar.planner.closed_form.layout import Layout
-from manualpar.planner.closed_form.layout_config import config_of_layout
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
+from manualpar.planner.closed_form.layout_search import config_of_layout
 from manualpar.planner.step_work import StepWork, read_work
 from manualpar.planner.sweep import throughput_of
 from manualpar.planner.topology import parse_topology

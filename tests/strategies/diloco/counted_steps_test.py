@@ -1,7 +1,7 @@
 """The host counts along, so that no step waits for the counter of the one before."""
 
 from manualpar.core.state.train_state import TrainState
-from manualpar.strategies.diloco.counted_steps import CountedStep, OuterStep
+from manualpar.strategies.diloco.builder import CountedStep, OuterStep
 
 
 class Counter:

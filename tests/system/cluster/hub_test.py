@@ -14,7 +14,7 @@ import time
 import pytest
 
 from manualpar.system.cluster import DisagreementError
-from manualpar.system.cluster.channel import Channel, knock
+from manualpar.system.cluster.cluster import Channel, knock
 from manualpar.system.cluster.failure_detector import Pace, ProcessProgress
 from manualpar.system.cluster.hub import MAX_STRANGERS, Hub
 from manualpar.system.cluster.messages import Terms
@@ -265,14 +265,14 @@ def test_a_hub_that_talks_nonsense_is_lost_in_a_sentence(said, capfd):
 
 def test_a_process_that_cannot_get_memory_says_so_and_ends_all(monkeypatch):
     """Its main thread may wait for a thread that had no memory to begin with."""
-    monkeypatch.setattr("manualpar.system.cluster.channel.SHORT_OF_MEMORY_SECONDS", 0.3)
+    monkeypatch.setattr("manualpar.system.cluster.cluster.SHORT_OF_MEMORY_SECONDS", 0.3)
     meeting = Meeting(2, timeout_seconds=1.0)
     meeting.join_all()
 
     def refuse(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("manualpar.system.cluster.channel.mmap.mmap", refuse)
+    monkeypatch.setattr("manualpar.system.cluster.cluster.mmap.mmap", refuse)
     for channel in meeting.channels.values():
         assert channel.is_over.wait(HANG_SECONDS)
     for loss in meeting.lost.values():

@@ -20,7 +20,7 @@ import optax
 from jax.experimental import multihost_utils
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
-from manualpar.core.mesh.mesh_order import describe_links
+from manualpar.core.mesh.mesh import describe_links
 from manualpar.core.state.metrics import mean_metrics
 from manualpar.inspect import draw_sharding, layout_table
 from manualpar.system.cluster import LOST_PROCESS_EXIT_CODE, initialize

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from manualpar.data.places import find_in_bucket
+from manualpar.data.dataset import find_in_bucket
 from manualpar.system.storage import (
     BucketError,
     BucketPath,
@@ -23,7 +23,7 @@ from manualpar.system.storage import (
     user_cache,
     user_path,
 )
-from manualpar.system.storage.services import ObjectPart, Page
+from manualpar.system.storage.bucket_path import ObjectPart, Page
 
 
 def test_a_path_is_local_unless_it_says_otherwise(tmp_path):

@@ -13,7 +13,7 @@ from manualpar.system.storage import FolderError, HeldError, draft_of, publish, 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.drafts.DYING_SECONDS", 0.1)
 
 
 def names(folder):

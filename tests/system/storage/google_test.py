@@ -8,7 +8,8 @@ import urllib.parse
 
 import pytest
 
-from manualpar.system.storage import BucketPath, ContentError, copied_folder, requests
+from manualpar.system.storage import BucketPath, ContentError, copied_folder
+from manualpar.system.storage import bucket_path as requests
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from manualpar.system.storage import BucketError, HeldError, hold, lease
+from manualpar.system.storage import BucketError, HeldError, hold
+from manualpar.system.storage import drafts as lease
 
 
 class Objects:

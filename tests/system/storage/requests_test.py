@@ -3,7 +3,7 @@
 import pytest
 
 from manualpar.system.storage import BucketError, as_path
-from manualpar.system.storage.requests import WAITS, request
+from manualpar.system.storage.bucket_path import WAITS, request
 
 PATH = as_path("s3://bucket/key")
 

@@ -5,7 +5,8 @@ import urllib.parse
 
 import pytest
 
-from manualpar.system.storage import BucketError, as_path, copied_folder, open_for_reading, requests
+from manualpar.system.storage import BucketError, as_path, copied_folder, open_for_reading
+from manualpar.system.storage import bucket_path as requests
 from tests.system.storage.s3_server import SECRET, Proxy
 
 pytestmark = pytest.mark.slow

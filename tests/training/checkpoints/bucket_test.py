@@ -17,7 +17,8 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.system.storage import CONTEXT, requests
+from manualpar.system.storage import CONTEXT
+from manualpar.system.storage import bucket_path as requests
 from manualpar.training.checkpoints import CheckpointError, Checkpoints
 from manualpar.training.checkpoints.bucket_arrays import chunk_shape
 from manualpar.training.checkpoints.saved_state import read_extra

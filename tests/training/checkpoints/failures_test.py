@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.training.checkpoints.failures import CheckpointError, cannot_write, explain_failure
+from manualpar.training.checkpoints.saved_state import (
+    CheckpointError,
+    cannot_write,
+    explain_failure,
+)
 from tests.paths import ROOT
 
 

@@ -12,7 +12,7 @@ import pytest
 from absl import logging as absl_logging
 
 from manualpar.training.checkpoints import CheckpointError, Checkpoints
-from manualpar.training.checkpoints.orbax_log import mute
+from manualpar.training.checkpoints.saved_state import mute
 from tests.training.checkpoints.worker import shared_program
 
 

@@ -18,8 +18,7 @@ import pytest
 
 from manualpar.system.reports.pictures import SPLIT_COLORS
 from manualpar.system.storage.durable_files import WriteError
-from manualpar.training.monitoring.charts import draw_chart, draw_charts
-from manualpar.training.monitoring.report import write_report
+from manualpar.training.monitoring.report import draw_chart, draw_charts, write_report
 from manualpar.training.monitoring.run_files import RunWriter
 from manualpar.training.monitoring.run_record import Chart
 

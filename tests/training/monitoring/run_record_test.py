@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from manualpar.training.monitoring.charts import decimate
+from manualpar.training.monitoring.report import decimate
 from manualpar.training.monitoring.run_files import RunWriter
 from manualpar.training.monitoring.run_record import final_numbers, make_charts, read_run
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from manualpar.training.monitoring.run_times import (
+from manualpar.training.monitoring.run_record import (
     COMPILING,
     RESTORING,
     SAVING,

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from manualpar import Batch
-from manualpar.core.model.initialise import init_variables
 from manualpar.core.model.interface import interface_of
-from manualpar.core.model.linen.call_arguments import initial_call
+from manualpar.core.model.linen_model import initial_call
+from manualpar.core.model.trace_model import init_variables
 from tests.core.model.switched import Switched
 
 X = jnp.ones(4)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.model.linen.linen_model import replace_fields
+from manualpar.core.model.linen_model import replace_fields
 from tests.one_device import name_of, train_on_one_device, train_program
 
 RULES = (("embed", None), ("heads", "model"), ("kv", None))

@@ -14,7 +14,7 @@ from flax import nnx
 
 from manualpar import abstract_mesh, data_parallel, fsdp, make_mesh
 from manualpar.core.model.interface import interface_of
-from manualpar.core.model.nnx.nnx_model import NNXModel
+from manualpar.core.model.nnx_model import NNXModel
 from manualpar.core.modes.strategy import MODES
 from manualpar.inspect import ledger
 from manualpar.training.checkpoints import Checkpoints

@@ -10,7 +10,7 @@ from flax import nnx
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.model.interface import interface_of
-from manualpar.core.model.nnx.streams import assigning_tracers
+from manualpar.core.model.nnx_model import assigning_tracers
 
 X = jnp.ones((16, 32))
 KEY = jax.random.key(1)

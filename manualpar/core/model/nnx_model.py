@@ -6,39 +6,410 @@ subclasses are `params`, `nnx.BatchStat` is `batch_stats`, and so on. A path con
 attributes' names. Applying the model merges the graph and the variables into a module for one call.
 
 Keys and counts of random streams do not belong to a collection: see
-`manualpar.core.model.nnx.streams`.
+`manualpar.core.model.nnx_model`.
 
 Invariants: nothing is materialised before `init`; parameters depend only on the key, not on the
 mesh; a variable that several modules share is listed once, at the first of its paths.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
+import flax.core.spmd
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.model.evaluation import required
 from manualpar.core.model.interface import ModelInterface, register_interface
-from manualpar.core.model.nnx.streams import (
-    assigning_tracers,
-    call_rngs,
-    keys_by_stream,
-    mark_keyless,
-    split_dropout,
-    stream_keys,
-    stream_variable,
-)
-from manualpar.core.model.nnx.variables import Path, annotate, gathering_variable, path_text
-from manualpar.core.model.recurrence import METHOD, vary_like, with_subclasses
-from manualpar.core.parameters.array_box import ArrayBox
+from manualpar.core.model.loops import METHOD, vary_like, with_subclasses
+from manualpar.core.model.split_dropout import SplitAttention, key_like
+from manualpar.core.parameters.annotations import AxesOrLogicalNames, SplitParameter
+from manualpar.core.parameters.sharded_parameter import OF_SHAPE, ArrayBox
+from manualpar.core.tracing.thread_patches import replaced_in_thread
+
+# -------------------------------------------------------------------------------------------------
+# Variables that gather themselves where an NNX module reads them.
+#
+# NNX modules read a parameter through its `nnx.Variable`: `param[...]`, `param.get_value()`, or an
+# operator. Therefore a parameter's shard is put into a variable whose type is a subclass of the
+# parameter's type, and whose `get_value` gathers the shard, as `unbox()` does for Linen. The
+# variable holds only the array of a box, so NNX's transformations treat the variable like any
+# other variable. The other fields of the box are in the variable's metadata.
+#
+# A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims of an array, but does
+# not tell the variable which dims. The removed dims are inferred from the shapes. Only dims that
+# loops run over are candidates; `manualpar.core.model.loops` has recorded them.
+#
+# Invariants: a value that leaves such a variable is gathered; the parameter's type then applies
+# its `get_value`; a parameter that is not read is not gathered.
+
+
+Path = tuple[Any, ...]
+# The key in a variable's metadata under which the parameter's box is stored, without its array.
+BOX = "manualpar_box"
+
+
+def path_text(path: Path) -> str:
+    """Formats a path in a module: `encoder/kernel`, `layers/0/kernel`."""
+    return "/".join(map(str, path))
+
+
+def annotate(variable: nnx.Variable[Any], path: str) -> Any:
+    """Returns the value of a parameter, in a box if the parameter is annotated.
+
+    `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate parameters. The box has
+    the variable's rules (`sharding_rules`), followed by the rules of `nnx.logical_axis_rules`
+    around the call. If the annotation also has `split=True`, the box is a `SplitParameter`.
+
+    Raises:
+      TypeError: The annotation is not a sequence of names; the message contains `path`.
+      ValueError: A split parameter does not have one name for each dim, or has rules for its names.
+    """
+    value = variable.get_raw_value()
+    names = variable.get_metadata("out_sharding", None)
+    rules = variable.get_metadata("sharding_rules", None) or ()
+    is_split, shared = (variable.get_metadata(key, False) for key in ("split", "shared"))
+    if is_split or (names and shared):
+        _check_split(path, value.shape, names, is_split=is_split, has_rules=bool(rules))
+        return SplitParameter(value, tuple(names), shared=shared)
+    if not names:
+        return value
+    names = names.spec if isinstance(names, NamedSharding) else names
+    if not isinstance(names, tuple | list | PartitionSpec):
+        raise TypeError(
+            f"model: parameter {path!r} is annotated with out_sharding={names!r}, expected names: "
+            "a tuple, a PartitionSpec or a NamedSharding."
+        )
+    context = flax.core.spmd.get_logical_axis_rules() or ()
+    return AxesOrLogicalNames(value, names=tuple(names), rules=(*rules, *context))
+
+
+def _check_split(
+    path: str, shape: tuple[int, ...], names: Any, *, is_split: Any, has_rules: bool
+) -> None:
+    where = f"model: parameter {path!r} of shape {shape} is annotated with out_sharding={names!r}"
+    if is_split is not True:
+        raise ValueError(
+            f"{where} and split={is_split!r}, expected split=True with shared=True. Or leave out "
+            "shared."
+        )
+    if has_rules:
+        raise ValueError(
+            f"{where}, split=True and sharding_rules, expected mesh axes and no rules, because a "
+            "module that computes with shards names the axes."
+        )
+    if not isinstance(names, tuple | list | PartitionSpec):
+        raise TypeError(
+            f"{where} and split=True, expected a tuple with a mesh axis or None for each dimension."
+        )
+    if len(names) != len(shape):
+        raise ValueError(
+            f"{where} and split=True, expected one name for each dimension, also for dimensions "
+            "that loops run over. Make a stack with nnx.vmap(..., "
+            "transform_metadata={nnx.PARTITION_NAME: None})."
+        )
+
+
+def gathering_variable(
+    variable: nnx.Variable[Any], box: Any, *, path: str, loop_dims: frozenset[int] | None
+) -> nnx.Variable[Any]:
+    """Makes a copy of `variable` that unboxes its parameter wherever the parameter is read.
+
+    `loop_dims` are the dims that loops run over; `None` before these dims are known.
+    """
+    names = variable.get_metadata("out_sharding", None) if variable.get_metadata("split", 0) else ()
+    split_dims = frozenset(dim for dim, name in enumerate(names) if name)
+    use = _Use(box.replace(value=None), box.value.shape, path, loop_dims, split_dims)
+    metadata = {**variable.get_metadata(), BOX: use}
+    return _gathering_type(type(variable)).from_metadata(box.value, metadata)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # `==` would compare the arrays of boxes.
+class _Use:
+    """Makes a parameter from its stored array, where a module reads the parameter."""
+
+    box: Any  # A box without its value.
+    shape: tuple[int, ...]  # The shape of the stored array before any loop.
+    path: str
+    loop_dims: frozenset[int] | None
+    split_dims: frozenset[int]
+
+    def gather(self, stored: Any) -> Any:
+        """Returns the parameter, or its slice in the surrounding loops."""
+        box = self.box.replace(value=stored)
+        if stored.shape != self.shape:
+            # If several dims have the same size, loops may run over any of them. Removes each in
+            # turn, so that a probe records all.
+            box, *_ = [self._without(box, dims) for dims in self._removed_dims(stored.shape)]
+        module = self.path.rpartition("/")[0]
+        with jax.named_scope(module) if module else contextlib.nullcontext():
+            return box.unbox()
+
+    def _removed_dims(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Finds the sets of dims whose removal gives the stored array the shape `shape`."""
+        dims = range(len(self.shape)) if self.loop_dims is None else sorted(self.loop_dims)
+        number = max(len(self.shape) - len(shape), 0)
+        found = [
+            removed
+            for removed in itertools.combinations(dims, number)
+            if tuple(x for dim, x in enumerate(self.shape) if dim not in removed) == shape
+        ]
+        if not found:
+            raise ValueError(
+                f"model: parameter {self.path!r} of shape {self.shape} is read as an array of "
+                f"shape {shape}; expected its own shape, or the shape without dimensions that "
+                "loops run over. Read the parameter with param[...] before you reshape or "
+                "transpose it."
+            )
+        # A shard of a split dim may have the same size as the dim that a loop removes.
+        return [removed for removed in found if self.split_dims.isdisjoint(removed)] or found
+
+    @staticmethod
+    def _without(box: Any, dims: tuple[int, ...]) -> Any:
+        for dim in reversed(dims):
+            box = box.remove_axis(dim, {})
+        return box
+
+
+class _Gathering:
+    """The methods of variables that gather their parameter where it is read."""
+
+    __slots__ = ()
+
+    def get_value(self: Any, **kwargs: Any) -> Any:
+        """Gathers the array, and returns the value that the parameter's own type makes of it."""
+        return self._gathered().get_value(**kwargs)
+
+    def set_value(self: Any, value: Any, **kwargs: Any) -> None:
+        """Refuses a new value, because it would be lost at the end of the call."""
+        del value, kwargs
+        raise ValueError(
+            f"model: parameter {self.get_metadata(BOX).path!r} is set when the model is called; "
+            "expected only the optimizer to change parameters. Put values that a call changes into "
+            "an nnx.Variable of another type, such as nnx.BatchStat."
+        )
+
+    @property
+    def shape(self: Any) -> tuple[int, ...]:
+        """The shape of the gathered value."""
+        shape: tuple[int, ...] = self._abstract().shape
+        return shape
+
+    def __len__(self: Any) -> int:
+        """Returns the length without a gather; NNX's layers need the length for `if self.bias`."""
+        return self.shape[0]
+
+    def __getattr__(self: Any, name: str) -> Any:
+        metadata = object.__getattribute__(self, "_var_metadata")
+        if name in metadata:
+            return metadata[name]
+        if name.startswith("__"):  # jax and numpy look up such attributes on every object.
+            raise AttributeError(name)
+        return getattr(self._abstract() if name in OF_SHAPE else self.get_value(), name)
+
+    def _gathered(self: Any) -> nnx.Variable[Any]:
+        """Makes a variable of the parameter's type with the gathered value."""
+        metadata = self.get_metadata()
+        use: _Use = metadata.pop(BOX)
+        base: Any = type(self).__bases__[1]
+        variable: nnx.Variable[Any] = base.from_metadata(use.gather(self.get_raw_value()), metadata)
+        return variable
+
+    def _abstract(self: Any) -> Any:
+        """Returns the shape and dtype of the gathered value."""
+        return jax.eval_shape(self.get_value)
+
+
+@functools.cache
+def _gathering_type(base: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
+    """Makes the gathering subclass of a variable type; cached, because NNX compares types."""
+    metaclass: Any = type(base)
+    made: type[nnx.Variable[Any]] = metaclass(
+        base.__name__, (_Gathering, base), {"__module__": __name__}
+    )
+    return made
+
+
+# -------------------------------------------------------------------------------------------------
+# Random streams of an NNX module. Each call restarts them from the keys that a loss passes.
+#
+# A stream is a key and a count of the numbers drawn. A program does not keep streams between
+# calls: as in Linen, a loss passes keys, `rngs={"dropout": key}`. Each module's stream starts from
+# the key with the stream's name, into which the module's path is folded.
+#
+# Invariants: no two streams share a key; the streams of a stack of layers have one key for each
+# layer; a stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for
+# its initial carry, but a carry of zeros does not use the key.)
+#
+# The key that a dropout layer draws differs along a model axis if the layer's input is split over
+# this axis, see `manualpar.core.model.split_dropout`.
+#
+# A stream counts by `count[...] += 1`. For such an assignment flax reads `sharding` of both
+# values. Tracers lack this attribute, and to write the error message JAX searches all equations so
+# far. So the time to trace a model would be quadratic in the number of parameters. In the context
+# of `assigning_tracers` an assignment does not read the attribute.
+
+
+def assigning_tracers() -> contextlib.AbstractContextManager[None]:
+    """Makes `variable[...] = tracer` cheap in this thread, as a context manager.
+
+    Variables get the same values as in flax.
+    """
+
+    def replacement(_: str, old: Callable[..., None]) -> Callable[..., None]:
+        def set_item(variable: nnx.Variable[Any], index: Any, value: Any) -> None:
+            before = variable.get_raw_value()
+            if (
+                index is ...
+                and isinstance(before, jax.core.Tracer)
+                and isinstance(value, jax.core.Tracer)
+                and (before.shape, before.dtype) == (value.shape, value.dtype)
+            ):
+                variable.set_value(value)
+            else:
+                old(variable, index, value)
+
+        return set_item
+
+    return replaced_in_thread([(nnx.Variable, "__setitem__")], replacement)
+
+
+def keys_by_stream(rngs: Any) -> dict[str, Any]:
+    """Returns keys by the names of streams; `rngs` is a dict, an `nnx.Rngs`, or one key for all."""
+    if isinstance(rngs, nnx.Rngs):
+        return {name: stream() for name, stream in rngs.items()}
+    return dict(rngs) if isinstance(rngs, Mapping) else {"default": rngs}
+
+
+def call_rngs(keys: Mapping[str, Any]) -> nnx.Rngs:
+    """Makes the streams for a call that takes `rngs`; see `stream_keys` for missing keys."""
+    if len(keys) == 1 and "default" not in keys:
+        (only,) = keys.values()
+        keys = {**keys, "default": jax.random.fold_in(only, zlib.crc32(b"default"))}
+    return nnx.Rngs(keys)
+
+
+def stream_keys(module: nnx.Module, rngs: Mapping[str, Any]) -> dict[Path, Any]:
+    """Finds the key of each random stream of a module.
+
+    `rngs` maps names of streams to keys. A stream gets the key of its name. A stream without a name
+    (`default`) gets the key that its module's `rng_collection` names. If there is no such key, the
+    stream gets the key called `default`, or the only key.
+
+    Returns:
+      For each stream's path, its key; for a stream without a key, the error message.
+    """
+    nodes = list(nnx.iter_graph(module))
+    modules = {path: node for path, node in nodes if isinstance(node, nnx.Module)}
+    keys: dict[Path, Any] = {}
+    for path, node in nodes:
+        if not isinstance(node, nnx.RngStream):
+            continue
+        name = node.tag
+        if name == "default":
+            name = getattr(modules.get(path[:-1]), "rng_collection", name)
+        only = rngs if len(rngs) == 1 else ()
+        found = [rngs[key] for key in (name, "default", *only) if key in rngs]
+        if found:
+            keys[path] = jax.random.fold_in(found[0], zlib.crc32(path_text(path).encode()))
+        else:
+            keys[path] = (
+                f"model: its random stream {path_text(path)!r} draws numbers and has no key; "
+                f"expected a key in rngs={{{name!r}: key}}; the call was given "
+                f"{sorted(rngs) or 'none'}."
+            )
+    return keys
+
+
+def stream_variable(variable: nnx.Variable[Any], key: Any) -> nnx.Variable[Any]:
+    """Makes the initial variable of a stream's key or count; `key` is as in `stream_keys`."""
+    abstract, metadata = variable.get_raw_value(), variable.get_metadata()
+    if not isinstance(variable, nnx.RngKey):
+        count = jnp.zeros(abstract.shape, abstract.dtype)
+        return type(variable).from_metadata(count, metadata)
+    if isinstance(key, str):
+        none = jnp.broadcast_to(jax.random.key(0), abstract.shape)
+        return _NoKey.from_metadata(none, {**metadata, "reason": key})
+    key = jax.random.split(key, abstract.shape) if abstract.shape else key
+    return type(variable).from_metadata(key, metadata)
+
+
+def mark_keyless(module: nnx.Module) -> None:
+    """Makes streams that have no key return an object that refuses every use."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.RngStream) and isinstance(node.key, _NoKey):
+            object.__setattr__(node, "__class__", _KeylessStream)
+
+
+class SplitDropout(nnx.Dropout):
+    """An `nnx.Dropout` whose key differs along the axes over which its input varies."""
+
+    def __call__(
+        self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
+    ) -> jax.Array:
+        """Calls `nnx.Dropout` with a key that differs along the axes over which `inputs` varies."""
+        rngs = self.rngs if rngs is None else rngs
+        is_off = self.deterministic if deterministic is None else deterministic
+        if rngs is not None and not is_off and self.rate not in (0, 1):
+            stream = rngs[self.rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
+            key = stream() if isinstance(stream, nnx.RngStream) else stream
+            rngs = key_like(key, inputs)
+        return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
+
+
+def split_dropout(module: nnx.Module) -> None:
+    """Changes a module, for one call, so that each shard of split activations has its own mask."""
+    if type(module) is nnx.Dropout:
+        object.__setattr__(module, "__class__", SplitDropout)
+    if isinstance(module, nnx.MultiHeadAttention):
+        module.attention_fn = SplitAttention(module.attention_fn)
+
+
+class _KeylessStream(nnx.RngStream):
+    """A stream without a key."""
+
+    def __call__(self) -> Any:
+        """Returns an object that refuses every use."""
+        return _MissingKey(self.key.get_metadata("reason"))
+
+    def fork(self, **kwargs: Any) -> Any:
+        """Returns the stream itself, because it has no key from which to make another stream."""
+        del kwargs
+        return self
+
+
+class _MissingKey:
+    """The result of a stream without a key; any use of it raises an error with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(self._reason)
+
+
+class _NoKey(nnx.RngKey):
+    """The key variable of a stream without a key."""
+
+    def get_value(self, **kwargs: Any) -> Any:
+        """Raises the error about the missing key."""
+        del kwargs
+        raise ValueError(self.get_metadata("reason"))
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 # The collection of bare arrays: attributes of a module that are in no variable.
 CONSTANTS = "constants"

@@ -1,1 +1,0 @@
-"""Linen models; importing `linen_model` registers their interface."""

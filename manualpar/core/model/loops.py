@@ -1,0 +1,479 @@
+"""Finds out how a loss uses parameters, before any parameter is sharded.
+
+The loss is traced once, abstractly, with each parameter in a box that records its uses. The box
+records the dims that `nn.scan` and `nn.vmap` run over, because these dims must not be sharded.
+
+The box contains an array of random keys instead of the parameter. Code that reads the content
+without `unbox()` would compute with a shard. Such code fails here, because arithmetic on keys
+fails. The box also contains zeros, which detect a loss that differentiates a parameter. Such a loss
+would be wrong: a gather's handwritten gradient is the gradient of a mean over devices.
+"""
+
+import contextlib
+import linecache
+import operator
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.parameters.placement import is_inside
+from manualpar.core.parameters.sharded_parameter import ArrayBox
+from manualpar.core.tracing.thread_patches import replaced_in_thread
+from manualpar.core.trees import path_name
+
+# Packages whose code is not the user's.
+LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
+# `trace_loss(params, box)` traces the loss with the parameters `box(params)`, as a step does.
+TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
+
+
+def find_loop_dims(
+    strategy: str,
+    trace_loss: TraceLoss,
+    params: Any,
+    boxed: Any,
+    optional: Any,
+    *,
+    gathers_in_loss: bool,
+) -> dict[str, frozenset[int]]:
+    """Finds the dims of parameters that `nn.scan` and `nn.vmap` run over, by path.
+
+    Args:
+      strategy: The strategy's name, for messages.
+      trace_loss: Traces the loss.
+      params: The tree of abstract parameters.
+      boxed: The same tree with a true leaf for each parameter to probe.
+      optional: The same tree with a true leaf for each further parameter to probe. If the loss
+        reads one of these in a way that is refused, none of them is probed.
+      gathers_in_loss: Whether this package gathers parameters where the loss reads them. If so,
+        the loss may not differentiate parameters.
+
+    Raises:
+      ValueError: A parameter is differentiated, or read without its module's `self.param`.
+    """
+    key_dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    loop_dims: dict[str, set[int]] = {}
+
+    def failure(boxed: Any) -> Exception | None:
+        """Returns the error, if any, that the loss raises with these parameters in boxes."""
+
+        def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
+            if not is_boxed:
+                return value
+            record = _LoopDims(loop_dims.setdefault(path_name(path), set()))
+            names = tuple(map(str, range(x.ndim)))
+            zeros = jnp.zeros(value.shape) if gathers_in_loss else None
+            fields = {"loop_dims": record, "part_shape": value.shape, "global_shape": x.shape}
+            return _Probe(value, names, dtype=x.dtype, zeros=zeros, **fields)
+
+        def box_all(values: Any) -> Any:
+            return jax.tree_util.tree_map_with_path(box, boxed, params, values)
+
+        def with_keys(is_boxed: bool, x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, key_dtype) if is_boxed else x
+
+        try:
+            trace_loss(jax.tree.map(with_keys, boxed, params), box_all)
+        except Exception as error:
+            return error
+        return None
+
+    everything = jax.tree.map(operator.or_, boxed, optional)
+    if any(jax.tree.leaves(optional)):
+        if failure(everything) is None:
+            return _frozen(loop_dims)
+        loop_dims.clear()
+    error = failure(boxed)
+    if error is not None:
+        trace_loss(params, lambda params: params)  # Raises the loss's own error, if any.
+        read = _find_read(boxed, failure)
+        raise ValueError(
+            f"{strategy}: parameters of {', '.join(map(repr, read))} would be sharded, but they "
+            "are not read by self.param in their own module, or as arrays in self.variables (in "
+            f"NNX by param[...]){_place(error)}. In a loss function call nn.unbox(params) for "
+            "penalties on parameters, for gradients of parameters, and for steps such as "
+            "p - lr * g. Parameters that a model changes with nn.map_variables (as nn.WeightNorm "
+            "and nn.SpectralNorm do), or maps functions over, must not be sharded: use "
+            f"replicate={read!r} with fsdp, hsdp or zero, or use data_parallel without annotations "
+            "and without pipeline=."
+        ) from error
+    return _frozen(loop_dims)
+
+
+def _frozen(loop_dims: dict[str, set[int]]) -> dict[str, frozenset[int]]:
+    return {path: frozenset(dims) for path, dims in loop_dims.items()}
+
+
+def _place(error: Exception) -> str:
+    """Describes the last line of the user's code in an error's traceback, for a message.
+
+    If this package raised the error, its text follows.
+    """
+    foreign = sys.stdlib_module_names | LIBRARIES
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in foreign:
+            code = frame.f_code
+            text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+            place = f", in {code.co_name} at {Path(code.co_filename).name}:{line}"
+            place += f" ({text})" if text else ""
+    said = str(error).removesuffix(".")
+    return f"{place}: {said}" if said.startswith("model: ") else place
+
+
+def _find_read(boxed: Any, failure: Callable[[Any], Exception | None]) -> tuple[str, ...]:
+    """Finds the first modules, at most three, whose boxed parameters make a trace fail."""
+    paths = [path_name(path) for path, is_boxed in jax.tree.leaves_with_path(boxed) if is_boxed]
+
+    def fails(candidates: list[str]) -> bool:
+        selected = jax.tree.map_with_path(lambda path, _: path_name(path) in candidates, boxed)
+        return failure(selected) is not None
+
+    found: list[str] = []
+    while len(found) < 3 and paths and (not found or fails(paths)):
+        candidates = paths
+        while len(candidates) > 1:  # Bisects, to find one such parameter.
+            half = len(candidates) // 2
+            candidates = candidates[:half] if fails(candidates[:half]) else candidates[half:]
+        found.append(candidates[0].rpartition("/")[0] or candidates[0])
+        paths = [path for path in paths if not is_inside(path, found[-1])]
+    return tuple(found)
+
+
+@jax.custom_vjp
+def _refuse_derivative(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _refuse(x: jax.Array) -> Any:
+    raise ValueError(
+        "model: a parameter that is gathered is differentiated within the model or the loss, with "
+        "nn.vjp, nnx.grad, jax.vjp or the like, and the gradient of a shard is not the gradient "
+        "of the parameter; expected a parameter that is not sharded. If you need only the gradient "
+        "of the inputs, call nn.vjp(..., vjp_variables=False). Otherwise call nn.unbox(params) in "
+        "the loss, and for a module that differentiates its own parameters use replicate= or "
+        "data_parallel."
+    )
+
+
+_refuse_derivative.defvjp(_refuse, lambda _, g: (g,))
+
+
+class _LoopDims:
+    """The dims of a parameter that loops run over; all copies of a box share one `_LoopDims`."""
+
+    def __init__(self, dims: set[int]) -> None:
+        self.dims = dims
+
+
+class _Probe(ArrayBox, eq=False):
+    """A box of keys that replaces a parameter and records how the parameter is used.
+
+    The field `names` has the number of each dim of the parameter, and `None` for a dim that a loop
+    has added.
+    """
+
+    dtype: Any = flax.struct.field(default=None, pytree_node=False)
+    loop_dims: Any = flax.struct.field(default=None, pytree_node=False)
+    part_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
+    global_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
+    # Loops and transformations slice the zeros like the keys. Zeros can be differentiated.
+    zeros: Any = None
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """Returns zeros of the expected shape, typed as a gathered parameter is.
+
+        Raises:
+          ValueError: The box's arrays were changed from outside the box, or are differentiated.
+        """
+        if self.zeros is not None:
+            _refuse_derivative(self.zeros)
+        expected = [None if name is None else self.part_shape[int(name)] for name in self.names]
+        shape = self.value.shape
+        if len(expected) != len(shape) or any(
+            a not in (None, b) for a, b in zip(expected, shape, strict=True)
+        ):
+            raise ValueError(f"model: an array of shape {shape} is taken for a shard of {expected}")
+        spec = jax.typeof(self.value).sharding.spec
+        sharding = {"out_sharding": spec} if any(spec) else {}
+        if self.is_whole:
+            dims = zip(self.names, shape, strict=True)
+            shape = tuple(n if name is None else self.global_shape[int(name)] for name, n in dims)
+        zeros = jnp.zeros(shape, self.dtype, **sharding)
+        return cast_to_varying(zeros, varying_axes(self.value))
+
+    def of_one_array(self) -> "_Probe":
+        """Returns a copy of the box without the zeros: only the array of keys is left."""
+        self.unbox()
+        return self.replace(zeros=None)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
+        """Adds a dim that the parameter does not have."""
+        names = list(self.names)
+        names.insert(index % (len(names) + 1), None)
+        return self.replace(names=tuple(names))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
+        """Records that a loop runs over the dim."""
+        names = list(self.names)
+        dim = names.pop(index % len(names))
+        if dim is not None:
+            self.loop_dims.dims.add(int(dim))
+        return self.replace(names=tuple(names))
+
+
+# -------------------------------------------------------------------------------------------------
+# Lets JAX's loops and conditionals combine constants with arrays of data.
+#
+# Under `check_vma=True` the type of data says that it varies over devices; the type of a constant
+# (`jnp.zeros(3)`) does not. An operator casts a constant that it combines with data.
+# `jax.lax.scan` and similar functions refuse the combination, because a carry keeps its type in
+# all iterations, and all branches return the same types. The model would have to make the constant
+# from data (`jnp.zeros_like(x)`), even in a library such as optax. Therefore these functions of
+# JAX are replaced while a model and a loss are traced. Where JAX refuses a type, the replacement
+# finds the types at the end of the loop or the branches, casts the initial carry or the results to
+# them, and tries again.
+#
+# The replacements also type the result if a condition differs between devices. JAX types `cond`
+# only by its branches and `while_loop` only by its body, so a result that is one of two constants
+# would be typed as the same on all devices.
+#
+# Invariants: numbers do not change. A call that JAX accepts is traced as JAX traces it, unless its
+# condition differs between devices. A cast only says that devices may differ, so it hides no
+# missing sum: a result that has to be the same on all devices is refused later. The transpose of a
+# cast sums over the devices, as the transpose of an operator's cast does.
+
+
+# Words of JAX's error about types that vary over different axes.
+MISMATCH = "manual axis types"
+_NAMES = ("scan", "while_loop", "fori_loop", "cond", "switch")
+
+# For each leaf of a tree, the mesh axes over which the leaf varies.
+Axes = list[frozenset[str]]
+
+
+def varying_loops() -> contextlib.AbstractContextManager[None]:
+    """Makes JAX's loops and conditionals cast constants in this thread; a context manager.
+
+    Communication:
+      None. The transpose of a cast is a `psum`, see `cast_to_varying`.
+    """
+    return replaced_in_thread([(jax.lax, name) for name in _NAMES], _replacement)
+
+
+def _replacement(name: str, original: Any) -> Callable[..., Any]:
+    make: Callable[[Any], Callable[..., Any]] = globals()[f"_{name}"]
+    return make(original)
+
+
+def _scan(original: Any) -> Callable[..., Any]:
+    def scan(f: Any, init: Any, xs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def next_carry(carry: Any) -> Any:
+            return f(carry, jax.tree.map(_like_one, xs))[0]
+
+        def keeping_type(carry: Any, x: Any) -> Any:
+            after, y = f(carry, x)
+            return _cast(after, _axes(carry)), y
+
+        return _with_retry(
+            lambda: original(f, init, xs, *args, **kwargs),
+            lambda: original(keeping_type, _fixed_point(next_carry, init), xs, *args, **kwargs),
+        )
+
+    return scan
+
+
+def _while_loop(original: Any) -> Callable[..., Any]:
+    def while_loop(cond_fun: Any, body_fun: Any, init_val: Any) -> Any:
+        def after(carry: Any) -> Any:
+            """Computes the next carry, typed to vary over the axes of the condition too."""
+            return cast_to_varying(body_fun(carry), varying_axes(cond_fun(carry)))
+
+        def keeping_type(carry: Any) -> Any:
+            return _cast(body_fun(carry), _axes(carry))
+
+        return _with_retry(
+            lambda: original(cond_fun, body_fun, init_val),
+            lambda: original(cond_fun, keeping_type, _fixed_point(after, init_val)),
+            at_once=any(_traced_axes(cond_fun, init_val)),
+        )
+
+    return while_loop
+
+
+def _fori_loop(original: Any) -> Callable[..., Any]:
+    def fori_loop(lower: Any, upper: Any, body_fun: Any, init_val: Any, **kwargs: Any) -> Any:
+        axes = varying_axes((lower, upper))
+
+        def after(carry: Any) -> Any:
+            return cast_to_varying(body_fun(jnp.asarray(lower), carry), axes)
+
+        def keeping_type(index: Any, carry: Any) -> Any:
+            return _cast(body_fun(index, carry), _axes(carry))
+
+        return _with_retry(
+            lambda: original(lower, upper, body_fun, init_val, **kwargs),
+            lambda: original(lower, upper, keeping_type, _fixed_point(after, init_val), **kwargs),
+            at_once=bool(axes),
+        )
+
+    return fori_loop
+
+
+def _cond(original: Any) -> Callable[..., Any]:
+    def cond(pred: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) < 2 or not callable(args[0]) or not callable(args[1]):  # JAX's old signature.
+            return original(pred, *args, **kwargs)
+        return _call_branch(original, pred, args[:2], args[2:], kwargs, as_list=False)
+
+    return cond
+
+
+def _switch(original: Any) -> Callable[..., Any]:
+    def switch(index: Any, branches: Sequence[Any], *operands: Any, **kwargs: Any) -> Any:
+        return _call_branch(original, index, branches, operands, kwargs, as_list=True)
+
+    return switch
+
+
+def _call_branch(
+    original: Any, index: Any, branches: Sequence[Any], operands: Any, kwargs: Any, *, as_list: bool
+) -> Any:
+    """Calls a conditional; its result varies over the axes of all branches and of the index."""
+    if "operand" in kwargs:
+        kwargs = dict(kwargs)
+        operands = (kwargs.pop("operand"),)
+    if index_axes := varying_axes(index):
+        # The transpose of a cast is a collective. Inside a branch only some devices would run it.
+        operands = cast_to_varying(operands, index_axes)
+
+    def choose(branches: Sequence[Any]) -> Any:
+        return original(index, *((branches,) if as_list else branches), *operands, **kwargs)
+
+    def cast_and_choose() -> Any:
+        axes = [_traced_axes(branch, *operands) for branch in branches]
+        if len({len(leaves) for leaves in axes}) > 1:
+            return choose(branches)  # JAX refuses the different structures.
+        joined = [index_axes.union(*of_leaf) for of_leaf in zip(*axes, strict=True)]
+
+        def casting(branch: Any) -> Any:
+            return lambda *operands: _cast(branch(*operands), joined)
+
+        return choose([casting(branch) for branch in branches])
+
+    return _with_retry(lambda: choose(branches), cast_and_choose, at_once=bool(index_axes))
+
+
+def _with_retry(plain: Callable[[], Any], cast: Callable[[], Any], *, at_once: bool = False) -> Any:
+    """Calls `plain`, and `cast` if JAX refuses its types; with `at_once`, calls only `cast`."""
+    if not at_once:
+        try:
+            return plain()
+        except TypeError as error:
+            if MISMATCH not in str(error):
+                raise
+    return cast()
+
+
+def _fixed_point(after: Callable[[Any], Any], carry: Any) -> Any:
+    """Casts the carry until it varies over all axes over which `after(carry)` varies."""
+    while True:
+        found = _traced_axes(after, carry)
+        if len(found) != len(jax.tree.leaves(carry)):
+            return carry  # JAX refuses the different structures.
+        before, carry = _axes(carry), _cast(carry, found)
+        if _axes(carry) == before:
+            return carry
+
+
+def _traced_axes(function: Callable[..., Any], *args: Any) -> Axes:
+    """Traces a function, and returns the axes over which each leaf of its result varies."""
+    found: list[Axes] = []
+    jax.eval_shape(lambda *args: found.append(_axes(function(*args))), *args)
+    return found[-1]
+
+
+def _like_one(xs: Any) -> Any:
+    """Makes an array of the type of `xs[0]`; `xs` may have no entries."""
+    zeros = jnp.zeros_like(xs, shape=jnp.shape(xs)[1:])
+    return cast_to_varying(zeros, varying_axes(xs))  # `zeros_like` of keys does not vary.
+
+
+def _axes(tree: Any) -> Axes:
+    return [varying_axes(x) for x in jax.tree.leaves(tree)]
+
+
+def _cast(tree: Any, axes: Axes) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    if len(leaves) != len(axes):
+        return tree  # JAX refuses the different structures.
+    cast = [cast_to_varying(x, of_leaf) for x, of_leaf in zip(leaves, axes, strict=True)]
+    return jax.tree.unflatten(structure, cast)
+
+
+# -------------------------------------------------------------------------------------------------
+# Initial carries of recurrent cells, made to vary over devices as the inputs do.
+#
+# A scan needs a carry of the same type in all iterations. A cell's `initialize_carry` makes a
+# constant, which is the same on all devices, but the first iteration makes it vary. Therefore the
+# carry is cast while a model is called, in `nn.RNN` and in a user's own scan.
+#
+# Linen's cells are made where they are used, and flax's interceptors do not see
+# `initialize_carry`. So the cells' classes are patched during the call, in the calling thread
+# only.
+
+
+METHOD = "initialize_carry"
+
+
+def varying_linen_carries(inputs: Any) -> contextlib.AbstractContextManager[None]:
+    """Casts carries of Linen's cells to the type that a scan over the inputs needs.
+
+    Args:
+      inputs: The arguments of the model's call, see `vary_like`.
+
+    Communication:
+      None.
+    """
+    vary = vary_like(inputs)
+
+    def casting(_: str, initialize: Any) -> Any:
+        return lambda *args, **kwargs: jax.tree.map(vary, initialize(*args, **kwargs))
+
+    cells = [cell for cell in with_subclasses(nn.RNNCellBase) if METHOD in vars(cell)]
+    return replaced_in_thread([(cell, METHOD) for cell in cells], casting)
+
+
+def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that casts a carry `[B, ...]` to vary as the inputs do.
+
+    Args:
+      inputs: A tree with arrays `[B, ...]`. The carry varies over the axes over which these arrays
+        vary. With explicit axes, dim 0 of the carry is sharded like dim 0 of the arrays.
+    """
+    arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
+    axes = varying_axes(arrays)
+    batches = {x.shape[0]: name for x in arrays for name in jax.typeof(x).sharding.spec[:1] if name}
+
+    def vary(carry: jax.Array) -> jax.Array:
+        carry = cast_to_varying(carry, axes)
+        batch = batches.get(carry.shape[0]) if carry.ndim else None
+        if batch is None or not jax.sharding.get_abstract_mesh().explicit_axes:
+            return carry
+        return jax.sharding.reshard(carry, PartitionSpec(batch))
+
+    return vary
+
+
+def with_subclasses(base: Any) -> set[Any]:
+    """Returns a class and all its subclasses."""
+    return {base}.union(*map(with_subclasses, base.__subclasses__()))

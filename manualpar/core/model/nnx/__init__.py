@@ -1,1 +1,0 @@
-"""NNX models; importing `nnx_model` registers their interface."""
