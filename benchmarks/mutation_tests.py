@@ -59,7 +59,7 @@ FIRST = {
         "tests/core/parameters/split_parameter_test.py",
         "tests/layers/dense_test.py",
     ),
-    "core.checks.context_check:*": ("tests/core/checks/context_check_test.py",),
+    "checks.context_check:*": ("tests/checks/context_check_test.py",),
     "layers.pipeline.exchange:*": ("tests/layers/pipeline/exchange_test.py", STAGES),
     "layers.pipeline.replay:*": ("tests/layers/pipeline/replay_test.py", STAGES),
     "layers.pipeline.slots:*": ("tests/layers/pipeline/slots_test.py", STAGES),

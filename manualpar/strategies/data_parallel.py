@@ -10,7 +10,8 @@ from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import ProgramOptions, lists_options
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import replicate
-from manualpar.core.program.program import Program, build_program
+from manualpar.core.program.program import Program
+from manualpar.strategies.build import build_program
 from manualpar.strategies.shared_options import has_one_pass
 
 
@@ -23,7 +24,7 @@ def data_parallel(
 ) -> Program:
     """Builds data-parallel training: the state is replicated, and gradients are averaged.
 
-    See `manualpar.core.program.program.build_program` for arguments, result and errors.
+    See `manualpar.strategies.build.build_program` for arguments, result and errors.
 
     Communication:
       One all-reduce of the gradients in each step, for any number of minibatches: a device sends

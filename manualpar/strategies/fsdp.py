@@ -27,7 +27,7 @@ def fsdp(
 ) -> Program:
     """Builds fully sharded training: gathers parameters where they are used, scatters gradients.
 
-    See `manualpar.core.program.program.build_program` for arguments, result and errors.
+    See `manualpar.strategies.build.build_program` for arguments, result and errors.
 
     Communication:
       For each of `m` minibatches: an all-gather in the forward pass, an all-gather in the backward

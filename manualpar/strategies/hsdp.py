@@ -34,7 +34,7 @@ def hsdp(
 ) -> Program:
     """Builds training that is fully sharded over `axis_name` and replicated over `replica_axis`.
 
-    See `manualpar.core.program.program.build_program` for the other arguments, result and errors.
+    See `manualpar.strategies.build.build_program` for the other arguments, result and errors.
     `replica_axis` is the mesh axis, or tuple of axes, over which the state is replicated. The batch
     is split over `replica_axis` and `axis_name`.
 

@@ -184,7 +184,7 @@ class StrategyKind:
     Attributes:
       name: The value of `config.parallel.strategy` that selects the strategy.
       builder: `builder(model, tx, loss_fn, **options) -> Program`, see
-        `manualpar.core.program.program.build_program`.
+        `manualpar.strategies.build.build_program`.
       color: The strategy's colour in pictures, `#RRGGBB`.
       fields: The fields of `config.parallel` that not every strategy has, and the allowed values of
         each. The keys are the names of the builder's options.

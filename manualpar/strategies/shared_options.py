@@ -19,7 +19,8 @@ from manualpar.core.model.options import (
 )
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.placement import check_named
-from manualpar.core.program.program import Program, build_checked
+from manualpar.core.program.program import Program
+from manualpar.strategies.build import build_checked
 
 ReplicaMean = Literal["step", "backward"]
 CommunicateEvery = Literal["minibatch", "step", "gather-step"]

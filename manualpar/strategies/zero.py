@@ -34,7 +34,7 @@ def zero(
 ) -> Program:
     """Builds training with a sharded optimizer: scatters gradients, gathers new parameters.
 
-    See `manualpar.core.program.program.build_program` for the other arguments, result and errors.
+    See `manualpar.strategies.build.build_program` for the other arguments, result and errors.
     With `stage=1` gradients are scattered once a step, with `stage=2` in each minibatch: a device
     accumulates only its shard. The gradients of layers in an `nn.scan` are then scattered in the
     loop, and with one minibatch also those of `stage=1`, without pipeline and error feedback.

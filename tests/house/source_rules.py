@@ -16,10 +16,10 @@ MAX_LINES = 1200
 
 # The folders of the package, and the folders of its core. A module may import modules of its own
 # folder, and of the folders that are before it in the list.
-WINGS = ("errors", "core", "strategies", "layers", "inspect", "system")
+WINGS = ("errors", "core", "checks", "strategies", "layers", "inspect", "system")
 WINGS += ("data", "models", "training", "planner", "commands")
 CORE = ("trees", "summary", "tracing", "mesh", "parameters", "state", "modes", "model")
-CORE += ("checks", "program")
+CORE += ("program",)
 # Loose files: the public names, those that have moved, and what `python -m` finds.
 FRONT = (
     "manualpar",

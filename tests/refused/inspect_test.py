@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, abstract_mesh, data_parallel
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import Placement
-from manualpar.core.program.program import build_program
 from manualpar.inspect import (
     compiled_collectives,
     ledger,
@@ -36,6 +35,7 @@ from manualpar.inspect.budgets import (
     replace_budget,
 )
 from manualpar.inspect.compiled import HloModule, Instruction, device_groups
+from manualpar.strategies.build import build_program
 from tests.inspect.small_programs import module
 from tests.refused.table import build, check_refused, rows
 from tests.tiny import square_loss

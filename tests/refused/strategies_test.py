@@ -15,8 +15,8 @@ from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.annotations import split
 from manualpar.core.parameters.placement import ParameterInfo, Placement, replicate
 from manualpar.core.program.placement_check import place_parameter
-from manualpar.core.program.program import build_program
 from manualpar.strategies import FSDP, Field, register
+from manualpar.strategies.build import build_program
 from manualpar.strategies.shared_options import STATE_SHARDING
 from tests.refused.table import check_refused, rows
 from tests.tiny import BATCHES, Classifier, class_loss, loss_fn

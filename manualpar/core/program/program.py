@@ -4,8 +4,8 @@ The state is a plain tree of global arrays. One jitted call initialises it with 
 shardings, so that no device ever holds more than its shards. A step is also one jitted call, see
 `manualpar.core.program.step`.
 
-`build_program` decides the shardings of the state and the operations of a step (`_design`), and
-jits the functions (`_assemble`). Building uses no device, so the mesh may be abstract.
+`make_program` decides the shardings of the state and the operations of a step (`_design`), and
+jits the functions (`_assemble`). This uses no device, so the mesh may be abstract.
 """
 
 import abc
@@ -13,22 +13,17 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol, Unpack, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.checks.collectives_check import check_traced_steps, gathers_parameters
-from manualpar.core.checks.context_check import check_context
-from manualpar.core.checks.trainable_check import check_trainable
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
 from manualpar.core.mesh.mesh_context import (
     OutsideMeshes,
     cannot_pickle,
-    explain_shardings,
-    no_mesh,
     on_auto_axes,
 )
 from manualpar.core.mesh.roles import AxisRoles
@@ -36,12 +31,8 @@ from manualpar.core.mesh.splitting import check_batch, shapes_of_batch, typed_ke
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import (
-    PROGRAM_OPTIONS,
     ProgramOptions,
-    check_options,
     choose_formats,
-    explain_dtypes,
-    with_defaults,
 )
 from manualpar.core.model.trace_model import TracedModel, trace_model
 from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
@@ -464,68 +455,19 @@ class Program(Summarized, StartsFromArrays):
         return state if self.outer is None else self.outer.regroup(self, state)
 
 
-def build_program(
+def make_program(
     strategy: Strategy,
     model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
-    **options: Unpack[ProgramOptions],
+    options: ProgramOptions,
 ) -> Program:
-    """Builds a program. Every strategy's builder, such as `manualpar.fsdp`, calls it.
+    """Makes a program without the checks of `manualpar.strategies.build.build_program`.
 
-    Args:
-      strategy: The strategy.
-      model: The model, written for one device, see `manualpar.core.model.interface`.
-      tx: Any optax optimizer.
-      loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. `loss` is the mean over
-        the examples of `batch`, and `metrics` has pairs `{"loss": (sum, count), ...}`, see
-        `accumulate_gradients`. `rng` differs between devices, minibatches and steps.
-      **options: `mesh`, `batch` and more, see `ProgramOptions`.
-
-    Returns:
-      The program, traced but not compiled. No device has been used.
-      `inspect.layout_table(program)` shows each parameter's sharding, or why it is replicated.
-
-    Raises:
-      ValueError: A field does not fit, for example because the mesh lacks an axis, the batch size
-        is not divisible or the loss is not a scalar. Nothing has been compiled.
-      TypeError: A field is of the wrong kind.
+    `options` are complete. The steps have not been traced.
     """
-    check_options(strategy.name, options, PROGRAM_OPTIONS)
-    return build_checked(strategy, model, tx, loss_fn, options)
-
-
-def build_checked(
-    strategy: Strategy,
-    model: Model,
-    tx: optax.GradientTransformation,
-    loss_fn: LossFn,
-    options: Mapping[str, Any],
-) -> Program:
-    """Builds a program with options that `check_options` has checked; see `build_program`."""
-    options = cast(ProgramOptions, with_defaults(options, PROGRAM_OPTIONS))
-    with (
-        no_mesh(),
-        explain_shardings(strategy.name, options["mode"]),
-        explain_dtypes(strategy.name, options),
-    ):
-        batch, step, states = _design(strategy, model, tx, loss_fn, options)
-        program = _assemble(batch, step, states, options)
-        loss = on_auto_axes(step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
-
-        def trace(function: Any) -> Any:
-            return function.trace(program.abstract_state, program.abstract_batch).jaxpr
-
-        train, evaluate = trace(program.train_step), trace(program.eval_step)
-        needs_loss = gathers_parameters(train) and not step.checks_loss
-        check_traced_steps(
-            strategy.name,
-            train,
-            evaluate,
-            trace(jax.jit(loss)) if needs_loss else None,
-            data_axes=program.data_axes,
-        )
-    return program
+    batch, step, states = _design(strategy, model, tx, loss_fn, options)
+    return _assemble(batch, step, states, options)
 
 
 def _design(
@@ -586,8 +528,6 @@ def _design(
         is_reduced=lambda info: not pipeline and strategy.reduces_where_used(place(info)),
         gathers_in_loss=strategy.gather_every == "minibatch",
     )
-    check_context(name, traced_model, batch, roles)
-    check_trainable(name, traced_model)
     # If initialisers make parameters with explicit shardings, the model computes with the shards.
     # So these parameters are not gathered over axes that do not split the batch.
     if traced_model.keeps_types:

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec
 
-from manualpar.core.checks.collectives_check import check_derivatives
 from manualpar.core.mesh.axes import AxisName, axis_tuple
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch
@@ -53,7 +53,8 @@ from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.metrics import Metrics, StepSums, mean
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized
-from manualpar.core.tracing.scopes import NONFINITE_SCOPE
+from manualpar.core.tracing.jaxprs import inner_jaxprs
+from manualpar.core.tracing.scopes import GATHER_SCOPE, NONFINITE_SCOPE, REGATHER, purpose_of
 from manualpar.core.trees import (
     Batch,
     Collections,
@@ -416,3 +417,19 @@ def _unbox_kept(place: Route, x: Any) -> Any:
     # The shard of a split parameter stays in a box, so that a loss can gather the full parameter.
     is_part = any(split) and type(x) is ShardedParameter
     return ShardedParameter(gathered, split) if is_part else gathered
+
+
+def check_derivatives(name: str, jaxpr: Jaxpr) -> None:
+    """Refuses gathers of parameters outside a `custom_vjp`: the model has differentiated them."""
+    for eqn in jaxpr.eqns:
+        scope = str(eqn.source_info.name_stack)
+        if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):
+            raise ValueError(
+                f"{name}: a parameter that is gathered ({scope}) is differentiated within the "
+                "model or the loss (jax.vjp, nn.vjp), expected only the training step to "
+                "differentiate it. In a loss, read nn.unbox(params). For a module that "
+                "differentiates its own parameters, use replicate= or data_parallel."
+            )
+        if "custom_vjp" not in eqn.primitive.name:
+            for _, inner in inner_jaxprs(eqn):
+                check_derivatives(name, inner)

@@ -8,7 +8,7 @@ have to use the methods of `Context`.
 
 Outside of a `shard_map` that binds the axis, these methods compute as on one device. Inside, they
 compute in the named scope of context parallelism. The check of a model trusts this scope, see
-`manualpar.core.checks.context_check`.
+`manualpar.checks.context_check`.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
 key and value heads, `H` features of a head.

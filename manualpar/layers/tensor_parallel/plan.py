@@ -46,7 +46,7 @@ from flax import nnx
 from flax.errors import FlaxError
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from manualpar.core.checks.shard_operations import (
+from manualpar.checks.shard_operations import (
     CASTS,
     Reason,
     WrongOnShardsError,
@@ -94,7 +94,7 @@ from manualpar.layers.tensor_parallel.plan_styles import (
 # shards and on full arrays. The two programs are compared equation by equation. Outside of the
 # products of the modules in the plan, both programs have the same operations. On shards each
 # operation must return the shard of its result on full arrays, see
-# `manualpar.core.checks.shard_operations`. If the plan names a module that flax did not write, the
+# `manualpar.checks.shard_operations`. If the plan names a module that flax did not write, the
 # module's code is checked too: after its product a `Row` may contain only linear operations,
 # because the devices' results are summed afterwards.
 #

@@ -10,7 +10,7 @@ from manualpar import abstract_mesh
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import ParameterInfo, Placement, replicate
 from manualpar.core.program.placement_check import place_parameter
-from manualpar.core.program.program import build_program
+from manualpar.strategies.build import build_program
 from tests.tiny import BATCHES, Classifier, loss_fn
 
 PLAIN = Strategy(

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, abstract_mesh, data_parallel, gather_examples
-from manualpar.core.checks.context_check import check_context
+from manualpar.checks.context_check import check_context
 from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.options import PROGRAM_OPTIONS, with_defaults

@@ -14,7 +14,7 @@ from manualpar import (
     gather_examples,
     make_mesh,
 )
-from manualpar.core.checks.collectives_check import check_traced_steps
+from manualpar.checks.collectives_check import check_traced_steps
 from tests.tiny import mean_loss
 
 BATCH = Batch(

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
-from manualpar.core.checks import context_check
-from manualpar.core.checks.context_check import SequenceWalk, SplitValue
+from manualpar.checks import context_check
+from manualpar.checks.context_check import SequenceWalk, SplitValue
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE, SEQUENCE_SCOPE
 
 DEVICES = 4

@@ -26,7 +26,7 @@ from jax.extend import core as jex
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
-from manualpar.core.checks.shard_operations import (
+from manualpar.checks.shard_operations import (
     CASTS,
     Reason,
     ValueNumbers,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manualpar.core.checks.context_check import SplitValue, is_mean, power_of_sum
+from manualpar.checks.context_check import SplitValue, is_mean, power_of_sum
 
 SIZE = SplitValue("same", -1)  # How many positions a device has.
 EXAMPLES = SplitValue("same")  # How many sequences.

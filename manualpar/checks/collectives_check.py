@@ -20,8 +20,9 @@ not differentiated: the evaluation step, and the training loss without its gradi
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
+from manualpar.core.program.step import check_derivatives
 from manualpar.core.tracing.jaxprs import TYPE_CASTS, all_equations, inner_jaxprs
 from manualpar.core.tracing.scopes import (
     EXAMPLES_SCOPE,
@@ -136,22 +137,6 @@ def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> No
             f"{name}: {EXAMPLES_SCOPE} gathers over {axes}, but the batch is split over "
             f"{data_axes}, in this order; expected the same. Pass axis_name={data_axes!r} to it."
         )
-
-
-def check_derivatives(name: str, jaxpr: Jaxpr) -> None:
-    """Refuses gathers of parameters outside a `custom_vjp`: the model has differentiated them."""
-    for eqn in jaxpr.eqns:
-        scope = str(eqn.source_info.name_stack)
-        if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):
-            raise ValueError(
-                f"{name}: a parameter that is gathered ({scope}) is differentiated within the "
-                "model or the loss (jax.vjp, nn.vjp), expected only the training step to "
-                "differentiate it. In a loss, read nn.unbox(params). For a module that "
-                "differentiates its own parameters, use replicate= or data_parallel."
-            )
-        if "custom_vjp" not in eqn.primitive.name:
-            for _, inner in inner_jaxprs(eqn):
-                check_derivatives(name, inner)
 
 
 def _varying_condition(eqn: Any) -> frozenset[str]:
