@@ -18,7 +18,7 @@ DROPOUT = (
 # The tests of every mutant, in this order.
 TESTS = (
     "tests/core/parameters/collectives_test.py",
-    "tests/core/mesh/rng_test.py",
+    "tests/core/mesh/splitting_test.py",
     "tests/core/parameters/sharded_parameter_test.py",
     "tests/refused/core_mesh_test.py",
     "tests/refused/core_parameters_test.py",
@@ -40,7 +40,7 @@ FIRST = {
         "tests/core/modes/gradients_test.py",
         "tests/laws/collections_test.py",
     ),
-    "core.modes.nonfinite:*": ("tests/core/modes/nonfinite_test.py",),
+    "core.modes.nonfinite:*": ("tests/core/program/step_test.py",),
     "core.parameters.quantized_collectives:*": (
         "tests/core/parameters/quantized_collectives_test.py",
     ),
@@ -54,15 +54,15 @@ FIRST = {
     "layers.attention.ring_attention:*": CONTEXT,
     "layers.attention.blockwise_attention:*": CONTEXT,
     "layers.attention.chunked_attention:*": CONTEXT,
-    "core.model.whole_parameters:*": ("tests/core/model/whole_parameters_test.py",),
+    "core.model.whole_parameters:*": ("tests/core/model/trace_model_test.py",),
     "core.parameters.split_parameter:*": (
-        "tests/core/parameters/split_parameter_test.py",
+        "tests/core/parameters/annotations_test.py",
         "tests/layers/dense_test.py",
     ),
     "checks.context_check:*": ("tests/checks/context_check_test.py",),
-    "layers.pipeline.exchange:*": ("tests/layers/pipeline/exchange_test.py", STAGES),
-    "layers.pipeline.replay:*": ("tests/layers/pipeline/replay_test.py", STAGES),
-    "layers.pipeline.slots:*": ("tests/layers/pipeline/slots_test.py", STAGES),
+    "layers.pipeline.exchange:*": ("tests/layers/pipeline/executor_test.py", STAGES),
+    "layers.pipeline.replay:*": ("tests/layers/pipeline/cut_test.py", STAGES),
+    "layers.pipeline.slots:*": ("tests/layers/pipeline/staged_loss_test.py", STAGES),
     "layers.pipeline.*:regather_for_backward:*": ("tests/inspect/pipeline_formulas_test.py",),
     "layers.pipeline.*": (STAGES,),
     "layers.boundaries:*": (
@@ -100,8 +100,8 @@ FIRST = {
     "core.program.inside_shard_map:gather_params.*": (
         "tests/core/parameters/sharded_parameter_test.py",
     ),
-    "core.model.recurrence:*": ("tests/core/model/recurrence_test.py",),
-    "core.model.varying_loops:*": ("tests/core/model/varying_loops_test.py",),
+    "core.model.recurrence:*": ("tests/core/model/loops_test.py",),
+    "core.model.varying_loops:*": ("tests/core/model/loops_test.py",),
     "core.program.step:*:regather_for_backward:*": (COUNTS,),
     "core.modes.manual:*:sync_collections:*": ("tests/laws/collections_test.py",),
     "core.modes.manual:*-axes": (TUPLES,),

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from manualpar.commands.train_command import run_command
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.planner import sweep
 from manualpar.planner.topology import parse_topology
-from manualpar.strategies import register, registry, strategy_kinds
+from manualpar.strategies import Field, register, registry, strategy_kinds
 from manualpar.training.config import check_config, find_config, load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task
@@ -170,3 +171,22 @@ def test_nothing_else_knows_strategies_by_name():
     # The name of the default config, and the strategy of the run on one device.
     expected = {("command_line", "fsdp"), ("compare_command", "dp")}
     assert {pair for pair in found if pair[0] not in inside} == expected
+
+
+# -------------------------------------------------------------------------------------------------
+# The values that a config field allows.
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, True, "1", None])
+def test_only_finite_numbers_are_numbers(value):
+    assert not Field(float).allows(value)
+    assert not Field(float, below=1.0).allows(value)
+
+
+@pytest.mark.parametrize("value", [0, -1e300, 2.5])
+def test_a_number_without_limits_may_be_any_finite_one(value):
+    assert Field(float).allows(value)
+
+
+def test_fields_that_differ_in_their_meaning_are_the_same_field():
+    assert Field(int, 1, meaning="One.") == Field(int, 1, meaning="Another.")

@@ -18,7 +18,7 @@ from manualpar.core.tracing.scopes import REDUCE_SCOPE
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.models import Context, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss
-from tests.core.model.nnx.stacks import BATCHES, Stack
+from tests.core.model.nnx_stacks import BATCHES, Stack
 from tests.tiny import loss_fn, square_loss
 
 LAYERS, SIZE = 4, 32

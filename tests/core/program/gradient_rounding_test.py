@@ -23,7 +23,7 @@ from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.flat_fields import nest_fields
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.replicas import ReplicaSentinel
-from tests.core.model.nnx.stacks import Stack
+from tests.core.model.nnx_stacks import Stack
 from tests.tiny import BATCHES, Classifier, loss_fn, own_shapes
 
 SHARDED = {"min_weight_size": 16}

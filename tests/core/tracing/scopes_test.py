@@ -27,7 +27,10 @@ from manualpar.core.tracing.scopes import (
     REGATHER,
     SCATTER_SCOPE,
     SCOPES,
+    TickRuns,
     purpose_of,
+    ticks_run,
+    ticks_scope,
 )
 from manualpar.inspect import ledger
 from manualpar.inspect.communication import trace_collectives
@@ -244,3 +247,16 @@ def test_examples_are_not_mistaken_for_weights(devices8):
         (EXAMPLES_SCOPE, "reduce_scatter"): 1,
         (METRICS_SCOPE, "all_reduce"): found[METRICS_SCOPE, "all_reduce"],
     }
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+def test_how_often_stages_run_something():
+    is_run = np.array([[True, False], [True, True], [False, False], [True, False]])
+    scope = ticks_scope(is_run)
+    assert scope == "ticks_3_1_in_3_of_4"
+    assert ticks_run(scope) == ticks_run(f"jit(f)/while/body/{scope}") == TickRuns((3, 1), 3, 4)
+    assert ticks_run(ticks_scope(is_run[:, :1])) == TickRuns((3,), 3, 4)
+    for foreign in ("", f"{scope}/dense", f"my_{scope}", "ticks_in_3_of_4", "ticks_a_in_3_of_4"):
+        assert ticks_run(foreign) is None

@@ -1,22 +1,25 @@
 """Pipelines against one device: the gradient of every parameter, and the metrics."""
 
 import dataclasses
+import math
+import re
 from typing import Any
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from manualpar import make_mesh
 from manualpar.core.mesh.splitting import split_minibatches
-from manualpar.core.modes.gradients import accumulate, sync_gradients, sync_metrics
+from manualpar.core.modes.gradients import accumulate, scanned, sync_gradients, sync_metrics
 from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
 from manualpar.core.parameters.trainable import empty_part
-from manualpar.layers.pipeline.executor import PipelineRun
+from manualpar.layers.pipeline.executor import PipelineRun, exchange, sent_in_round
 
 L, D, V = 4, 8, 12  # Layers, features, tokens.
 NAMES = {
@@ -202,4 +205,114 @@ def test_evaluation_runs_the_forward_pass_alone() -> None:
     case = Case(4, 2, 3, sharded=True)
     chex.assert_trees_all_close(
         on_stages(case, evaluate=True)[1], on_one_device(case)[1], rtol=2e-5
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Layers that are exchanged for interleaved chunks.
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+@pytest.mark.parametrize("chunks", range(1, 9))
+def test_in_each_round_every_stage_sends_one_chunk_and_receives_one(
+    num_stages: int, chunks: int
+) -> None:
+    rounds = [sent_in_round(num_stages, chunks, index) for index in range(chunks)]
+    for sent in rounds:
+        assert [chunk // chunks for chunk in sent] == list(range(num_stages))
+        assert sorted(chunk % num_stages for chunk in sent) == list(range(num_stages))
+    assert sorted(chunk for sent in rounds for chunk in sent) == list(range(num_stages * chunks))
+
+
+@pytest.mark.usefixtures("devices8")
+@pytest.mark.parametrize(
+    ("num_stages", "chunks"), [(4, 2), pytest.param(2, 3, marks=pytest.mark.slow)]
+)
+def test_stages_get_the_chunks_that_they_run_and_give_them_back(
+    num_stages: int, chunks: int
+) -> None:
+    layers = jnp.arange(num_stages * chunks * 2)[:, None] * jnp.ones((1, 3))
+    mesh = make_mesh({"data": 2, "stage": num_stages}, jax.devices()[: 2 * num_stages])
+    spec = PartitionSpec("stage")
+
+    def there_and_back(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        there = exchange(x, "stage", chunks)
+        return there, exchange(there, "stage", chunks, back=True)
+
+    on_mesh = jax.shard_map(
+        there_and_back, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True
+    )
+    traced = jax.jit(on_mesh).trace(layers)
+    assert str(traced.jaxpr).count("ppermute[") == 2 * chunks
+    there, back = traced.lower().compile()(layers)
+    np.testing.assert_array_equal(back, layers)
+    runs = there[:, 0].reshape(num_stages, chunks, 2)
+    for stage, place in np.ndindex(num_stages, chunks):
+        first = 2 * (place * num_stages + stage)
+        assert runs[stage, place].tolist() == [first, first + 1]
+    assert math.prod(runs.shape) == len(layers)
+
+
+# -------------------------------------------------------------------------------------------------
+# Layers that permute, which no stage may leave out while another one runs them.
+
+
+B, WORK_DIM, WORK_LAYERS, M = 2, 4, 8, 3  # Examples, features, layers, microbatches.
+STACKED = PartitionSpec("stage")
+
+
+def _loss(params, collections, batch, rng):
+    def layer(x, kernel):
+        x = jax.lax.ppermute(x, "ring", [(0, 1), (1, 0)])
+        return x + jnp.tanh(x @ kernel), None
+
+    x, _ = jax.lax.scan(layer, batch @ params["into"], params["layers"])
+    total = jnp.square(x @ params["into"].T).sum()
+    return total, {"loss": (total, jnp.ones(()))}, collections
+
+
+def _gradients(stages, schedule):
+    """The gradients on each half of the ring, jitted, and their arguments."""
+    names = ("into", "layers")
+    specs = {"into": PartitionSpec(), "layers": STACKED if stages > 1 else PartitionSpec()}
+
+    def device(params, batch):
+        pair = params, empty_part(params)
+        grads = accumulate(_loss, pair, {}, batch, jax.random.key(0), schedule=schedule)[0]
+        if stages > 1:
+            grads["into"] = jax.lax.psum(grads["into"], "stage")
+        return jax.tree.map(lambda g: jax.lax.psum(g, "ring"), grads)
+
+    mesh = make_mesh({"stage": stages, "ring": 2} if stages > 1 else {"ring": 2})
+    on_mesh = jax.shard_map(
+        device,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec(None, "ring")),
+        out_specs=specs,
+        check_vma=True,
+    )
+    shapes = ((WORK_DIM, WORK_DIM), (WORK_LAYERS, WORK_DIM, WORK_DIM))
+    keys = jax.random.split(jax.random.key(1), 3)
+    params = {
+        name: jax.random.normal(key, shape) / 2
+        for name, key, shape in zip(names, keys, shapes, strict=False)
+    }
+    return jax.jit(on_mesh), (params, jax.random.normal(keys[2], (M, 2 * B, WORK_DIM)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("devices8")
+def test_layers_that_permute_run_on_all_stages_where_one_has_to():
+    run = PipelineRun("stage", "1f1b", 4, 1, M, (False, True))
+    function, arguments = _gradients(4, run)
+    # In the other ticks no stage computes: F in M + S - 1 ticks of M + 2 (S - 1), and B too.
+    jaxpr = str(function.trace(*arguments).jaxpr.pretty_print(name_stack=True))
+    assert set(re.findall(r"ticks_\d_[\d_]+_in_\d_of_\d", jaxpr)) == {
+        "ticks_6_6_6_6_in_6_of_9",
+        "ticks_3_0_0_0_in_3_of_9",
+        "ticks_0_0_0_3_in_3_of_9",
+    }
+    expected, arguments = _gradients(1, scanned)
+    chex.assert_trees_all_close(
+        jax.device_get(function(*arguments)), jax.device_get(expected(*arguments)), rtol=2e-5
     )

@@ -1,29 +1,41 @@
 """What is stored are plain arrays: every strategy on every mesh reads them, and other programs."""
 
+import errno
 import gc
 import json
+import logging
+import os
+import shutil
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 import tensorstore
+from absl import logging as absl_logging
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, make_mesh, zero
 from manualpar.training.checkpoints import CheckpointError, Checkpoints
 from manualpar.training.checkpoints.saved_state import (
+    cannot_write,
+    explain_failure,
     find_differences,
+    mute,
     nest,
     state_leaves,
     unpad_whole,
 )
 from tests.one_device import slow_unless
+from tests.paths import ROOT
 from tests.training.checkpoints.worker import (
     PROGRAMS,
     Model,
@@ -360,3 +372,264 @@ def test_describing_a_program_again_and_again_keeps_nothing(programs):
 
     before = objects_after(3)
     assert objects_after(40) - before < 40
+
+
+# -------------------------------------------------------------------------------------------------
+# A full disk, a folder that can't be written to: each has its sentence.
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, "the disk is full: make room there"),
+        (errno.EDQUOT, "the disk quota is used up"),
+        (errno.EROFS, "the file system is read-only"),
+        (errno.EACCES, "permission denied: choose a workdir"),
+        (errno.EFBIG, "a file is larger than allowed"),
+    ],
+)
+def test_system_errors_are_found_however_they_come(number, expected):
+    error = OSError(number, os.strerror(number), "file")
+    assert explain_failure(error).startswith(expected)
+    assert explain_failure(
+        ValueError(f"ABORTED: {os.strerror(number)} [os_error_code]")
+    ).startswith(expected)
+    outer = RuntimeError("saving failed")
+    outer.__cause__ = error
+    assert explain_failure(outer).startswith(expected)
+    error.__context__ = outer  # A circle.
+    assert explain_failure(outer).startswith(expected)
+
+
+def test_what_is_not_known_keeps_its_text():
+    error = cannot_write(Path("/run/7"), ValueError("odd.\nand long"))
+    assert isinstance(error, CheckpointError)
+    assert str(error) == "checkpoint /run/7 was not saved: ValueError: odd."
+    assert explain_failure(KeyError()) == "KeyError: "
+
+
+def test_a_save_that_takes_too_long_is_told_what_governs_it():
+    error = RuntimeError("the barrier")
+    error.__cause__ = TimeoutError("ChainedFuture completed 3/4 futures")
+    assert str(cannot_write(Path("/run/7"), error)).startswith(
+        "checkpoint /run/7 was not saved: it was not written in time; check that all processes can "
+        "write there, or raise the limit for a slow disk: seconds= of Checkpoints, which"
+    )
+
+
+def run_worker(folder, size, *before):
+    """Saves a small, two large and a small state in a process of its own."""
+    done = subprocess.run(
+        [
+            *before,
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "tests.training.checkpoints.worker",
+            folder,
+            size,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "nothing of Orbax, tensorstore and asyncio gets to the screen"
+    return done.stdout.splitlines()
+
+
+def assert_large_failed(lines, folder, reason):
+    assert lines == [
+        "1: returned",
+        "2: returned",
+        f"2: checkpoint {folder}/2 was not saved: {reason}.",
+        "3: returned",
+        f"3: checkpoint {folder}/3 was not saved: {reason}.",
+        "4: returned",
+        "[1, 4]",
+    ]
+
+
+def can_mount():
+    if shutil.which("unshare") is None:
+        return False
+    return not subprocess.run(
+        ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"],
+        capture_output=True,
+        check=False,
+    ).returncode
+
+
+@pytest.mark.slow
+def test_a_file_that_gets_too_large(tmp_path):
+    """The limit acts where a full disk does: in tensorstore's threads, in the middle of a write."""
+    lines = run_worker(str(tmp_path), "60000", "sh", "-c", 'ulimit -f 200; exec "$@"', "sh")
+    assert_large_failed(
+        lines,
+        tmp_path,
+        "a file is larger than allowed: raise the limit (`ulimit -f`), or choose another file "
+        "system",
+    )
+
+
+@pytest.mark.slow
+def test_a_full_disk(tmp_path):
+    if not can_mount():
+        pytest.skip("no small file system can be mounted here")
+    mount = 'mount -t tmpfs -o size=3m none "$0" && exec "$@"'
+    lines = run_worker(
+        str(tmp_path / "run"), "60000", "unshare", "-Urm", "sh", "-c", mount, str(tmp_path)
+    )
+    assert_large_failed(
+        lines,
+        tmp_path / "run",
+        "the disk is full: make room there, or choose another workdir",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mode", "mount"])
+def test_a_folder_that_cannot_be_written_to(tmp_path, kind):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if kind == "mode":
+        if os.getuid() == 0:
+            pytest.skip("root may write anywhere")
+        folder.chmod(0o555)
+        before = []
+        reason = "permission denied: choose a workdir that you may write to, or change its mode"
+    else:
+        if not can_mount():
+            pytest.skip("no read-only file system can be mounted here")
+        mount = 'mount -t tmpfs -o ro none "$0" && exec "$@"'
+        before = ["unshare", "-Urm", "sh", "-c", mount, str(folder)]
+        reason = "the file system is read-only: choose a workdir that can be written to"
+    lines = run_worker(str(folder), "16", *before)
+    path = folder
+    assert lines == [
+        *(f"{step}: checkpoint {path}/{step} was not saved: {reason}." for step in (1, 2, 3, 4)),
+        "[]",
+    ]
+
+
+# -------------------------------------------------------------------------------------------------
+# Only Orbax is kept off the screen.
+
+
+def record(name, path, message):
+    return logging.LogRecord(name, logging.ERROR, path, 1, message, None, None)
+
+
+RECORDS = {
+    "orbax": record("absl", "/x/site-packages/orbax/checkpoint/_src/a.py", "Failed"),
+    "pending": record("asyncio", "/x/asyncio/base_events.py", "never retrieved: 3.orbax-tmp"),
+    "absl": record("absl", "/x/site-packages/grain/a.py", "Failed"),
+    "other": record("asyncio", "/x/asyncio/base_events.py", "never retrieved: mine"),
+}
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What gets through the loggers, and through the hook for what can't be raised."""
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.exc_value))
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            seen.append(record)
+
+    handler = Handler()
+    for name in ("absl", "asyncio"):
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])  # What earlier failures left.
+        logging.getLogger(name).addHandler(handler)
+
+    def show():
+        seen.clear()
+        for item in RECORDS.values():
+            logging.getLogger(item.name).handle(item)
+        for error in (RuntimeError("Event loop is closed"), RuntimeError("mine")):
+            sys.unraisablehook(types.SimpleNamespace(exc_value=error))
+        return [
+            str(x)
+            if isinstance(x, RuntimeError)
+            else list(RECORDS)[list(RECORDS.values()).index(x)]
+            for x in seen
+        ]
+
+    yield show
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).removeHandler(handler)
+
+
+EVERYTHING = [*RECORDS, "Event loop is closed", "mine"]
+
+
+def test_only_orbax_is_muted_and_only_meanwhile(shown):
+    assert shown() == EVERYTHING
+    with mute():
+        assert shown() == ["absl", "other", "mine"]
+        with mute():
+            assert shown() == ["absl", "other", "mine"]
+        assert shown() == ["absl", "other", "mine"]
+    assert shown() == EVERYTHING
+
+
+def test_what_was_read_beside_what_failed_is_muted_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.object))
+
+    def of(path):
+        code = types.SimpleNamespace(co_filename=path)
+        coroutine = types.SimpleNamespace(cr_code=code)
+        return types.SimpleNamespace(exc_value=Exception("no file"), object=coroutine)
+
+    orbax, mine = of("/x/orbax/checkpoint/_src/serialization.py"), of("/x/mine.py")
+    with mute():
+        sys.unraisablehook(orbax)
+        sys.unraisablehook(mine)
+    assert seen == [mine.object]
+
+
+def test_contexts_may_end_in_any_order(shown):
+    first, second = mute(), mute()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert shown() == ["absl", "other", "mine"]
+    second.__exit__(None, None, None)
+    assert shown()[:4] == list(RECORDS)
+
+
+def test_what_a_failed_save_leaves_behind_is_muted_for_good(shown, tmp_path, monkeypatch):
+    def save(folder, step):
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(program, state, step=step, extra={})
+
+    program = shared_program("fsdp")
+    state = program.init(jax.random.key(0))
+    save(tmp_path, 1)
+    assert shown() == EVERYTHING
+    failures = [OSError(errno.EFBIG, os.strerror(errno.EFBIG))]
+
+    def fail_once(self):
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(orbax.checkpoint.AsyncCheckpointer, "wait_until_finished", fail_once)
+    with pytest.raises(CheckpointError, match="2 was not saved: a file is larger"):
+        save(tmp_path, 2)
+    assert shown() == ["absl", "other", "mine"]
+
+
+def test_whoever_asks_sees_it(shown):
+    before = absl_logging.get_verbosity()
+    absl_logging.set_verbosity(absl_logging.DEBUG)
+    try:
+        with mute():
+            assert shown() == EVERYTHING
+    finally:
+        absl_logging.set_verbosity(before)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.model.interface import interface_of
-from tests.core.model.nnx.training import in_modes, sent, train, with_params
+from tests.core.model.nnx_training import in_modes, sent, train, with_params
 from tests.tiny import BATCHES, TOLERANCE, loss_fn
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from tests.core.model.nnx.training import in_modes, sent, train
+from tests.core.model.nnx_training import in_modes, sent, train
 from tests.tiny import TOLERANCE
 
 DEPTH, LAYERS = 16, 3

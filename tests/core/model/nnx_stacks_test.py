@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from manualpar import fsdp, make_mesh
-from tests.core.model.nnx.stacks import BATCHES, LAYERS, Stack
-from tests.core.model.nnx.training import in_modes, sent, train, with_params
+from tests.core.model.nnx_stacks import BATCHES, LAYERS, Stack
+from tests.core.model.nnx_training import in_modes, sent, train, with_params
 from tests.tiny import TOLERANCE, loss_fn
 
 

@@ -137,7 +137,7 @@ def test_a_step_that_is_skipped_leaves_no_trace(devices8, name, mode):
     ("row", "use_scan"), [(63, False), pytest.param(0, True, marks=pytest.mark.slow)]
 )
 def test_it_is_told_whichever_device_and_minibatch_has_it(devices8, row, use_scan, monkeypatch):
-    monkeypatch.setattr("tests.core.modes.nonfinite_test.ROW", row)
+    monkeypatch.setattr("tests.core.program.step_test.ROW", row)
     program = make("dp", devices8[:4], nonfinite="report", num_minibatches=4, use_scan=use_scan)
     _, metrics = train(program, [poison(inputs=0)])
     assert metrics["nonfinite"] == (1, 1)
