@@ -42,6 +42,7 @@ from manualpar.checks.shard_operations import (
     stands_in,
 )
 from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.model.loss_function import Mean
 from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.variable_reduction import choose_sync
 from manualpar.core.parameters.annotations import take_shared
@@ -940,19 +941,22 @@ def _with_folded_key(mode: Any, measure: Callable[..., Any]) -> Callable[..., An
 
 def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
     """Refuses a loss and metrics that a step would combine wrongly over the devices."""
-    count, number = metrics["loss"][1]
-    if loss is not None and not is_mean(loss[0], count, number):
+    value: Any = loss.mean[0] if isinstance(loss, Mean) else None
+    if value is not None and not is_mean(value, *metrics["loss"][1]):
         raise ValueError(
-            f"{complaint} the loss is {loss[0].description}, which is not a mean over the count of "
+            f"{complaint} the loss is {value.description}, which is not a mean over the count of "
             "metrics['loss']; expected sum / count, where count is the count of metrics['loss'] "
             "and both are sums over this device's positions, or a value that is the same on all "
-            "devices along the axis."
+            "devices along the axis. Or return the sum and the count: {'loss': (sum, count)}."
         )
-    for name, ((total, _), (count, _)) in metrics.items():
+    pairs = {f"metrics[{name!r}]": pair for name, pair in metrics.items()}
+    if isinstance(loss, dict):
+        pairs |= {f"term {name!r} of the loss": pair for name, pair in loss.items()}
+    for name, ((total, _), (count, _)) in pairs.items():
         powers = {power_of_sum(value) for value in (total, count) if value.kind != "zero"}
         if len(powers) > 1 or None in powers:
             raise ValueError(
-                f"{complaint} metrics[{name!r}] is the pair of {total.description} and "
+                f"{complaint} {name} is the pair of {total.description} and "
                 f"{count.description}; expected two sums over this device's positions (a step adds "
                 "them up over the devices), or two numbers that are the same on all devices."
             )

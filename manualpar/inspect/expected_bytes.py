@@ -471,6 +471,9 @@ class _Seeker:
     def exchange_layers(self, tree: Any) -> Any:
         return tree
 
+    def with_all_layers(self, params: Any) -> Any:
+        return self.run.with_all_layers(params)
+
 
 class PipelineForm:
     """Predicts the collectives of a program's pipeline.

@@ -22,11 +22,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from manualpar.core.mesh.axes import axis_tuple, names_to_spec
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
 from manualpar.core.mesh.splitting import check_batch
+from manualpar.core.model.loss_function import Mean
 from manualpar.core.parameters.placement import ParameterInfo, Route, split_names, state_specs
 from manualpar.core.parameters.sharded_parameter import cast_floating
 from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.program import Program
-from manualpar.core.state.metrics import StepSums, mean
+from manualpar.core.state.metrics import StepSums, mean, sum_of_means
 from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.trees import path_name
@@ -125,7 +126,7 @@ def _on_one_device(
     axes = [axis for axis in mesh.axis_names if axis not in unbound]
     one_device = Mesh(mesh.devices.flatten()[:1].reshape([1] * len(axes)), axes)
     mode = dataclasses.replace(program.step.mode, mesh=one_device)
-    model = dataclasses.replace(program.model, mode=mode)
+    model = dataclasses.replace(program.model, mode=mode, learns_counts=True)
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
     def cast(place: Route, x: jax.Array) -> jax.Array:
@@ -135,9 +136,11 @@ def _on_one_device(
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
             params = jax.tree.map(cast, step.placements, combine((params, frozen)))
-            loss, metrics, _ = step.model.train_loss(params, collections, batch, rng)
-            count = jnp.asarray(metrics["loss"][1], jnp.float32)
-            return loss, StepSums((loss * count, count), metrics)
+            loss, metrics, _ = model.train_loss(params, collections, batch, rng)
+            if isinstance(loss, Mean):
+                count = jnp.asarray(loss.weight, jnp.float32)
+                return loss.mean, StepSums({"loss": (loss.mean * count, count)}, metrics)
+            return sum_of_means(loss), StepSums(loss, metrics)
 
         params, frozen = partition(step.placements, params)
         grads, sums = jax.grad(loss_fn, has_aux=True)(params)
@@ -188,7 +191,7 @@ def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterato
 def _means(sums: StepSums) -> dict[str, jax.Array]:
     """Returns the means of the loss and of the metrics by their names in a message."""
     metrics = {f"metrics[{name!r}]": mean(pair) for name, pair in sums.metrics.items()}
-    return {"the loss": mean(sums.objective), **metrics}
+    return {"the loss": sums.loss, **metrics}
 
 
 def _unpadded(x: Any, like: Any) -> Any:

@@ -80,7 +80,7 @@ def takes_labels(apply_fn: Callable[..., Any]) -> bool:
 
 def mixture_of_experts_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
-) -> tuple[jax.Array, Metrics]:
+) -> tuple[Metrics, Metrics]:
     """Computes `language_model_loss` plus the losses that balance the load of experts.
 
     The metrics are those of `language_model_loss` and of `auxiliary_loss`. The metric `loss` does
@@ -94,12 +94,13 @@ def mixture_of_experts_loss(
         return out
 
     name, with_labels = "mixture_of_experts_loss", takes_labels(apply_fn)
-    loss, metrics = _mean_cross_entropy(
+    _, metrics = _mean_cross_entropy(
         name, params, apply_and_keep, batch, rng, with_labels=with_labels
     )
     weights = jnp.ones(batch.labels.shape) if batch.mask is None else batch.mask
     auxiliary, of_experts = auxiliary_loss(sown, weights.astype(jnp.float32).sum(-1))
-    return loss + auxiliary, {**metrics, **of_experts}
+    total, count = metrics["loss"]
+    return {"loss": (total + auxiliary * count, count)}, {**metrics, **of_experts}
 
 
 def _mean_cross_entropy(

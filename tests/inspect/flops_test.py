@@ -11,6 +11,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
 from manualpar import Batch, abstract_mesh, data_parallel, fsdp, make_mesh
+from manualpar.core.model.loss_function import Mean
 from manualpar.core.modes.gradients import accumulate
 from manualpar.core.parameters.trainable import empty_part
 from manualpar.core.tracing.jaxprs import all_equations
@@ -368,7 +369,7 @@ def _trace(run: PipelineRun, *, permutes: bool = False):
 
         x, _ = jax.lax.scan(layer, batch @ params["into"], params["layers"])
         total = jnp.square(x @ params["out"]).sum()
-        return total, {"loss": (total, jnp.ones(()))}, collections
+        return Mean(total, jnp.ones(())), {"loss": (total, jnp.ones(()))}, collections
 
     def device(params, batch):
         pair = params, empty_part(params)

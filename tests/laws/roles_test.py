@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch, split_minibatches, to_zigzag
+from manualpar.core.model.loss_function import Mean
 from manualpar.core.modes.gradients import accumulate, unrolled
 from manualpar.core.modes.manual import Manual
 from manualpar.core.parameters.placement import (
@@ -184,7 +185,8 @@ def test_a_schedule_may_run_minibatches_in_another_order():
         )
 
     def loss(params, collections, x, key):
-        return (params * x).mean(), {"loss": ((params * x).sum(), jnp.asarray(x.size))}, collections
+        pair = (params * x).sum(), jnp.asarray(x.size)
+        return Mean((params * x).mean(), pair[1]), {"loss": pair}, collections
 
     x = jnp.arange(6.0) ** 2
     params = jnp.ones(()), optax.MaskedNode()

@@ -13,7 +13,7 @@ from manualpar import Batch, abstract_mesh, data_parallel, hsdp
 from manualpar.core.model.carried_collections import CarryingApply
 from manualpar.core.model.interface import interface_of
 from manualpar.core.model.linen_model import initial_call
-from manualpar.core.model.loss_function import call_loss
+from manualpar.core.model.loss_function import call_loss, check_loss
 from manualpar.core.state.metrics import add_metrics
 from tests.core.model.switched import Switched
 from tests.refused.table import build, check_refused, rows, trace_on
@@ -143,7 +143,11 @@ def pull(x):
 
 def call_on_devices(function):
     x = jax.ShapeDtypeStruct((8, 2), jnp.float32)
-    return trace_on(DATA8, functools.partial(call_loss, function), P("data"), x)
+
+    def call(x):
+        return call_loss(lambda params, apply_fn, batch, rng: function(batch), None, None, x, None)
+
+    return trace_on(DATA8, call, P("data"), x)
 
 
 UNBOUND = "a layer or a collective reduces over a mesh axis 'batch', but "
@@ -212,12 +216,18 @@ REFUSED = [
     ),
     *rows(
         "loss",
-        lambda returned: jax.eval_shape(lambda: call_loss(lambda: returned)),
-        (MEAN, TypeError, "loss_fn returned a .*, expected the pair"),
+        lambda returned: jax.eval_shape(lambda: check_loss(returned, X)),
+        ((MEAN,), TypeError, "loss_fn returned a tuple of 1 values, expected {'loss'"),
+        (None, TypeError, "loss_fn returned a NoneType, expected {'loss'"),
+        (LOSSES, r"the loss is float32\[8\], expected a floating-point scalar"),
+        ({}, "loss_fn returned no terms"),
+        ({"lose": (SUM, 8)}, r"the terms are \['lose'\], expected a 'loss' among them"),
+        ({"loss": SUM}, r"term 'loss' is \(float32\[\]\), expected a pair"),
+        ({"loss": (np.int32(8), 8)}, "term 'loss' has a sum of dtype int32"),
         ((LOSSES, {}), r"the loss is float32\[8\], expected a floating-point scalar"),
         ((np.int32(8), {}), r"the loss is int32\[\], expected a floating-point"),
         ((np.complex64(8), {}), r"the loss is complex64\[\]"),
-        ((None, {}), "the loss is a NoneType"),
+        ((None, {}), TypeError, "loss_fn returned a NoneType"),
         ((MEAN, MEAN), TypeError, "metrics is a .*, expected a dict"),
         ((MEAN, {}), r"metrics has \[\], expected a 'loss'"),
         ((MEAN, {"lose": (SUM, 8)}), r"metrics has \['lose'\].*Did you mean it by 'lose'"),

@@ -60,7 +60,7 @@ ARGUMENTS = (
     ({"num_minibatches": 3}, "num_minibatches=3 does not divide the 8 examples"),
     ({"num_minibatches": 16}, "num_minibatches=16 does not divide the 8 examples"),
     ({"loss": lambda *_: (jnp.ones(3), {})}, r"the loss is float32\[3\]"),
-    ({"loss": lambda *_: jnp.ones(())}, TypeError, r"expected the pair"),
+    ({"loss": lambda *_: [jnp.ones(())]}, TypeError, r"returned a list, expected {'loss'"),
     ({"loss": lambda *_: (jnp.ones(()), {"losss": (1.0, 1)})}, "Did you mean it by 'losss'"),
 )
 

@@ -187,6 +187,10 @@ class ModelInterface(abc.ABC):
         del leaves
         return {}
 
+    def adapt_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Turns a loss in the form of this library into one of four arguments."""
+        return loss_fn
+
     def initial_call(
         self, batch: Batch, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

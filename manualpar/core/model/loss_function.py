@@ -1,16 +1,30 @@
-"""The form of a loss function, and the checks of its results.
+"""The forms of a loss function, and the checks of its results.
 
-    loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)
+    loss_fn(params, apply_fn, batch, rng) -> {"loss": (sum, count)}, metrics
 
-`batch` is one device's share of a minibatch, and `loss` is the mean over its valid examples.
-`metrics` are pairs of scalars `(sum, count)` by name, with `metrics["loss"]` among them. The loss's
-count is the weight of this share in the mean over all devices and minibatches. `apply_fn` is called
-like `model.apply`. `rng` is a key that differs between devices, minibatches and steps.
+`batch` is one device's share of a minibatch. A loss is a mean over all examples, whoever holds
+them, or a sum of such means. So it returns sums over the share's examples, and a step divides by
+the count of all devices and minibatches. `metrics` are pairs of scalars `(sum, count)` by name.
+`apply_fn` is called like `model.apply`. `rng` is a key that differs between devices, minibatches
+and steps. The function may return:
 
-- A share may have no valid example. The gradient of 0 / 0 would be NaN on that device and then
-  everywhere, so a masked loss divides by `jnp.maximum(count, 1)` or
-  `jnp.where(count > 0, count, 1)`. `jnp.maximum` changes the loss if a share's weights add up to
-  less than 1. The same rules hold over a context axis, see `context_check`.
+- `terms` or `terms, metrics`: a dict of pairs `(sum, count)`. The objective is the sum of terms,
+  `sum_t S_t / C_t`, with each sum and each count taken over all examples. A weight belongs into the
+  term's sum. A term without a valid example is 0, and nothing has to be divided. Each term is
+  reported as a metric, unless `metrics` has another one of its name.
+- `loss, metrics`: the mean over the share's valid examples, and metrics with `"loss"` among them.
+  The count of `metrics["loss"]` is the weight of this share. If the loss has a part with another
+  divisor, this weight is wrong for it, and the first step refuses the loss (`UNEVEN`).
+- `loss`: the mean over the share's examples, all of which count the same.
+
+For NNX models also `loss_fn(model, batch)`, see `for_nnx`.
+
+- A share may have no valid example. A loss that divides by its count itself must avoid 0 / 0, which
+  would make the gradient NaN everywhere: by `jnp.maximum(count, 1)` or `jnp.where(count > 0, count,
+  1)`. `jnp.maximum` changes the loss if a share's weights add up to less than 1. The same rules
+  hold over a context axis, see `context_check`.
+- A count may depend on parameters, as in `sum(w l) / sum(w)` with weights that the model computes.
+  Then a step first sums both over all examples, see `accumulate`.
 - A loss that uses collectives may be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
   of `psum`s). Then the gradient is the gradient of one device's loss. The program sums metrics over
   the devices. If a loss has already summed metrics, their means are right, but their counts are
@@ -22,27 +36,53 @@ like `model.apply`. `rng` is a key that differs between devices, minibatches and
 
 import contextlib
 import difflib
+import functools
+import inspect
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Var
 
 from manualpar.core.mesh.axes import naming_unbound_axes
 from manualpar.core.model.loops import MISMATCH, varying_loops
 from manualpar.core.state.metrics import Metrics
+from manualpar.core.tracing.jaxprs import CALLS, inner_jaxprs
+from manualpar.core.trees import Batch
 
-LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
+# A function of one of the forms above.
+LossFn = Callable[..., Any]
 
 
-def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
-    """Calls a loss function while it is traced, and checks its result."""
+class Mean(NamedTuple):
+    """A loss as a share's mean.
+
+    Attributes:
+      mean: The mean over the share's valid examples.
+      weight: The number of these examples, or the sum of their weights.
+    """
+
+    mean: jax.Array
+    weight: jax.Array
+
+
+# A share's mean, or the pair (sum, count) of each term.
+LossValue = Mean | Metrics
+
+
+class LearnedCountError(ValueError):
+    """A count that is differentiated: it depends on parameters, so sums have to be known first."""
+
+
+def call_loss(loss_fn: LossFn, params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+    """Calls a loss function while it is traced, and checks its result, see `check_loss`."""
     with tracing_loss():
-        result = loss_fn(*args)
-    return check_loss(result)
+        result = loss_fn(params, apply_fn, batch, rng)
+    return check_loss(result, batch)
 
 
 @contextlib.contextmanager
@@ -64,38 +104,158 @@ def tracing_loss() -> Iterator[None]:
         raise TypeError(message) from error
 
 
-def check_loss(result: Any) -> tuple[jax.Array, Metrics]:
-    """Checks the result of a loss function, and returns the loss and the metrics.
+def check_loss(result: Any, batch: Batch) -> tuple[LossValue, Metrics]:
+    """Checks the result of a loss function for a share `batch`; returns the loss and the metrics.
+
+    The metrics always have `"loss"`, and with it all terms.
 
     Raises:
       ValueError: The loss is not a scalar, or metrics are not pairs of scalars with `"loss"` among
         them.
-      TypeError: The result is not a pair of a loss and a mapping.
+      TypeError: The result has none of the forms above.
     """
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(
-            f"loss_fn returned a {type(result).__name__}, expected the pair (loss, metrics)."
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if isinstance(loss, Mapping):
+        return _check_terms(loss, {} if metrics is None else metrics)
+    if isinstance(loss, tuple | list) or not _is_scalar(loss):
+        _refuse_form(result, loss)
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        _refuse_form(result, loss)
+    if metrics is None:
+        count = jnp.asarray(num_examples(batch))
+        loss = jnp.asarray(loss)
+        return Mean(loss, count), {"loss": (loss * count, count)}
+    checked = _check_metrics(metrics)
+    if "loss" not in checked:
+        near = difflib.get_close_matches("loss", list(checked), n=1)
+        hint = f" Did you mean it by {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"loss_fn: metrics has {sorted(checked)}, expected a 'loss' among them: the "
+            "pair (sum of the examples' losses, their count), whose count weights the gradient."
+            f"{hint}"
         )
-    loss, metrics = result
-    if not _is_scalar(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    return Mean(jnp.asarray(loss), checked["loss"][1]), checked
+
+
+def num_examples(batch: Batch) -> int:
+    """Returns the number of examples of a share: the length of its longest array."""
+    return max((len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=1)
+
+
+def _check_terms(terms: Mapping[str, Any], metrics: Any) -> tuple[Metrics, Metrics]:
+    if not terms:
+        raise ValueError(
+            "loss_fn returned no terms, expected a dict of pairs such as {'loss': (sum, count)}."
+        )
+    checked = {str(name): _check_pair(f"term {name!r}", pair) for name, pair in terms.items()}
+    for name, (total, _) in checked.items():
+        if not jnp.issubdtype(total.dtype, jnp.floating):
+            raise ValueError(
+                f"loss_fn: term {name!r} has a sum of dtype {total.dtype}, expected a "
+                "floating-point number. Return the sum of the examples' losses."
+            )
+    reported = {**checked, **_check_metrics(metrics)}
+    if "loss" not in reported:
+        raise ValueError(
+            f"loss_fn: the terms are {sorted(checked)}, expected a 'loss' among them, or among the "
+            "metrics: the pair that is reported as the loss."
+        )
+    return checked, reported
+
+
+def _check_metrics(metrics: Any) -> Metrics:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"loss_fn: metrics is a {type(metrics).__name__}, expected a dict such as "
+            "{'accuracy': (sum, count)}."
+        )
+    return {str(k): _check_pair(f"metrics[{str(k)!r}]", value) for k, value in metrics.items()}
+
+
+def _refuse_form(result: Any, loss: Any) -> None:
+    forms = (
+        "expected {'loss': (sum, count)}, such a dict and metrics, the pair (loss, metrics), or a "
+        "scalar"
+    )
+    if isinstance(result, tuple) and len(result) != 2:
+        raise TypeError(f"loss_fn returned a tuple of {len(result)} values, {forms}.")
+    if hasattr(loss, "dtype") or isinstance(loss, int | float | complex):
         raise ValueError(
             f"loss_fn: the loss is {_describe(loss)}, expected a floating-point scalar. Return the "
             "mean over the examples."
         )
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"loss_fn: metrics is a {type(metrics).__name__}, expected a dict such as "
-            "{'loss': (sum, count)}."
-        )
-    if "loss" not in metrics:
-        near = difflib.get_close_matches("loss", [str(name) for name in metrics], n=1)
-        hint = f" Did you mean it by {near[0]!r}?" if near else ""
+    raise TypeError(f"loss_fn returned a {type(loss).__name__}, {forms}.")
+
+
+def for_nnx(loss_fn: LossFn) -> LossFn:
+    """Understands `loss_fn(model, batch)`, as flax's guides of NNX write a loss.
+
+    `model` is the module with the parameters of the step. The loss may call any of its methods.
+    The second value of a pair `(loss, aux)` is metrics if it is a dict, and is ignored otherwise:
+    flax's examples return logits there.
+
+    Returns:
+      A loss of four arguments; a function that takes four already is returned unchanged.
+    """
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # A callable without a signature.
+        return loss_fn
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.kind in kinds and p.default is p.empty]
+    if len(required) != 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return loss_fn
+
+    @functools.wraps(loss_fn)
+    def with_model(params: Any, apply_fn: Any, batch: Any, rng: jax.Array) -> Any:
+        result = apply_fn({"params": params}, batch, method=loss_fn, rngs={"dropout": rng})
+        if isinstance(result, tuple) and len(result) == 2 and not isinstance(result[1], Mapping):
+            return result[0]
+        return result
+
+    return with_model
+
+
+def check_scalar_loss(jaxpr: Jaxpr) -> None:
+    """Refuses a loss that is returned as a scalar, and is divided by a number of the batch.
+
+    Such a loss is a mean over the valid examples of a share. The shares may have different counts,
+    so the mean of their means would be another loss. `jaxpr` computes the loss from the batch.
+    """
+    if _is_divided(jaxpr, [True] * len(jaxpr.outvars), frozenset(jaxpr.invars)):
         raise ValueError(
-            f"loss_fn: metrics has {sorted(map(str, metrics))}, expected a 'loss' among them: the "
-            "pair (sum of the examples' losses, their count), whose count weights the gradient."
-            f"{hint}"
+            "loss_fn returned a scalar that is divided by a number which it computes from the "
+            "batch, expected the mean over all examples, which count the same. Return the sum and "
+            "the number: {'loss': (sum, count)}. Then the mean is taken over all devices."
         )
-    return loss, {name: _check_metric(name, value) for name, value in metrics.items()}
+
+
+def _is_divided(jaxpr: Jaxpr, wanted: list[bool], batch: frozenset[Var]) -> bool:
+    """Returns whether the way from scalars to a result divides by a value of the batch."""
+    depends = set(batch)
+    for eqn in jaxpr.eqns:
+        if any(isinstance(v, Var) and v in depends for v in eqn.invars):
+            depends.update(eqn.outvars)
+    results = zip(jaxpr.outvars, wanted, strict=True)
+    scalars = {v for v, use in results if use and isinstance(v, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        if scalars.isdisjoint(eqn.outvars):
+            continue
+        divisors = eqn.invars[1:] if eqn.primitive.name == "div" else []
+        if any(isinstance(v, Var) and v in depends for v in divisors):
+            return True
+        if eqn.primitive.name in CALLS or "custom" in eqn.primitive.name:
+            inner_wanted = [v in scalars for v in eqn.outvars]
+            for _, inner in inner_jaxprs(eqn):
+                if len(inner.outvars) != len(inner_wanted):
+                    continue
+                offset = len(eqn.invars) - len(inner.invars)
+                pairs = zip(eqn.invars[offset:], inner.invars, strict=True)
+                given = frozenset(v for x, v in pairs if isinstance(x, Var) and x in depends)
+                if _is_divided(inner, inner_wanted, given):
+                    return True
+        scalars.update(v for v in eqn.invars if isinstance(v, Var) and _is_scalar(v.aval))
+    return False
 
 
 def _explain_constant(error: Exception) -> str | None:
@@ -135,11 +295,11 @@ def _place(error: Exception) -> str:
     return place
 
 
-def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
+def _check_pair(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
     if not isinstance(value, tuple) or len(value) != 2 or not all(map(_is_scalar, value)):
         parts = value if isinstance(value, tuple) else (value,)
         raise ValueError(
-            f"loss_fn: metrics[{name!r}] is ({', '.join(map(_describe, parts))}), expected a pair "
+            f"loss_fn: {name} is ({', '.join(map(_describe, parts))}), expected a pair "
             "of scalars (sum, count): return x.sum() and the number of examples, and the mean is "
             "taken over all devices and minibatches."
         )
@@ -147,7 +307,7 @@ def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
     is_small_float = jnp.issubdtype(count.dtype, jnp.floating) and jnp.finfo(count.dtype).bits < 32
     if count.dtype == bool or is_small_float:
         raise ValueError(
-            f"loss_fn: metrics[{name!r}] has a count of dtype {count.dtype}, which cannot hold "
+            f"loss_fn: {name} has a count of dtype {count.dtype}, which cannot hold "
             "large counts, expected an integer or float32. Cast the mask before you sum it."
         )
     return total, count

@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from manualpar.core.model.evaluation import required
 from manualpar.core.model.interface import ModelInterface, register_interface
 from manualpar.core.model.loops import METHOD, vary_like, with_subclasses
+from manualpar.core.model.loss_function import for_nnx
 from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.parameters.annotations import AxesOrLogicalNames, SplitParameter
 from manualpar.core.parameters.sharded_parameter import OF_SHAPE, ArrayBox
@@ -467,6 +468,10 @@ class NNXModel(ModelInterface):
         if not isinstance(variables, nnx.State):
             return None
         return _by_collection(nnx.to_flat_state(variables))
+
+    def adapt_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Understands `loss_fn(model, batch)` too, see `for_nnx`."""
+        return for_nnx(loss_fn)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Makes the variables by collection from a key; annotated parameters are in boxes.

@@ -26,7 +26,16 @@ from manualpar.core.model.interface import (
     interface_of,
 )
 from manualpar.core.model.loops import find_loop_dims
-from manualpar.core.model.loss_function import LossFn, Metrics, call_loss, check_loss, tracing_loss
+from manualpar.core.model.loss_function import (
+    LearnedCountError,
+    LossFn,
+    LossValue,
+    Mean,
+    call_loss,
+    check_loss,
+    check_scalar_loss,
+    tracing_loss,
+)
 from manualpar.core.model.options import StoredDtypes
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
@@ -47,6 +56,7 @@ from manualpar.core.parameters.sharded_parameter import (
     is_box,
 )
 from manualpar.core.parameters.trainable import is_trained
+from manualpar.core.state.metrics import Metrics
 from manualpar.core.summary import Summarized
 from manualpar.core.trees import Batch, Collections, Infos, Params, Specs, Variables, path_name
 
@@ -413,6 +423,7 @@ class TracedModel(Summarized):
       variables: The abstract variables that `create_variables` makes.
       mode: The mode, which decides who writes the collectives.
       interface: The interface of the model.
+      learns_counts: Whether the counts of the loss may depend on parameters.
     """
 
     apply_fn: Callable[..., Any]
@@ -427,6 +438,7 @@ class TracedModel(Summarized):
     _eval_phase: RunPhase
     _init: Init
     _loss_fn: LossFn
+    learns_counts: bool = False
 
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """Creates the initial variables by collection: `params`, and collections of the state.
@@ -439,26 +451,44 @@ class TracedModel(Summarized):
 
     def train_loss(
         self, params: Any, collections: Any, batch: Any, rng: jax.Array
-    ) -> tuple[jax.Array, Metrics, Any]:
+    ) -> tuple[LossValue, Metrics, Any]:
         """Calls the user's loss; sharded parameters are in boxes.
 
         Returns:
           The loss, the checked metrics, and the collections after the call. Only the loss has a
           gradient: otherwise the backward pass would multiply the derivatives of metrics and
           collections by zeros, and an infinite derivative would make the gradient NaN.
+
+        Raises:
+          LearnedCountError: While the loss is differentiated, if a count depends on what is
+            differentiated, and not `learns_counts`.
         """
         before = {id(x) for x in jax.tree.leaves(collections)}
         apply_fn = CarryingApply(self.interface, collections, PartOfDevice(self.parameters, params))
         with self.mode.context(), tracing_loss():
             result = self._loss_fn(as_whole(params), apply_fn, batch, rng)
-        loss, metrics = check_loss(result)
+            if not isinstance(result, tuple | Mapping) and self.interface.phase == "train":
+                self._check_scalar(params, collections, batch, rng)
+        loss, metrics = check_loss(result, batch)
         _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
+        if not self.learns_counts:
+            loss = _with_fixed_counts(loss)
         # A variable that the loss does not change stays the same array: pipelines need this.
         metrics, collections = jax.tree.map(
             lambda x: x if id(x) in before else jax.lax.stop_gradient(x),
             (metrics, apply_fn.collections),
         )
         return loss, metrics, collections
+
+    def _check_scalar(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> None:
+        """Refuses a scalar loss that is a mean over only the valid examples of a share."""
+
+        def loss(batch: Any) -> Any:
+            part = PartOfDevice(self.parameters, params)
+            apply_fn = CarryingApply(self.interface, collections, part)
+            return self._loss_fn(as_whole(params), apply_fn, batch, rng)
+
+        check_scalar_loss(jax.make_jaxpr(loss)(batch).jaxpr)
 
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
         """Calls `train_loss` with training turned off, and returns its metrics."""
@@ -499,6 +529,7 @@ def trace_model(
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
     interface = _interface_of(strategy, model, mode, options)
+    loss_fn = interface.adapt_loss(loss_fn)
     trainable = tuple(options["trainable"] or interface.trainable)
     init, variables = initialisation(
         interface,
@@ -555,6 +586,33 @@ def _cast(stored_dtypes: StoredDtypes, trainable: tuple[str, ...], params: Any) 
         return jax.tree.map(lambda x: cast_floating(x, dtype), x)
 
     return jax.tree_util.tree_map_with_path(cast_one, params, is_leaf=is_box)
+
+
+def _with_fixed_counts(loss: LossValue) -> LossValue:
+    """Makes the differentiation of a count raise a `LearnedCountError`."""
+    if isinstance(loss, Mean):
+        return loss._replace(weight=_fixed("loss", loss.weight))
+    return {name: (total, _fixed(name, count)) for name, (total, count) in loss.items()}
+
+
+def _fixed(name: str, count: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(count.dtype, jnp.floating):
+        return count  # Integers have no derivative.
+    fixed = jax.custom_vjp(lambda x: x)
+
+    def forward(x: Any) -> tuple[jax.Array, None]:
+        if x.perturbed:
+            raise LearnedCountError(
+                f"loss_fn: the count of {name!r} depends on parameters, expected a count of the "
+                "batch. If the count should have no gradient, return jax.lax.stop_gradient(count)."
+            )
+        return x.value, None
+
+    def backward(_: None, g: Any) -> tuple[Any]:
+        raise AssertionError("a count without a derivative has no backward pass")
+
+    fixed.defvjp(forward, backward, symbolic_zeros=True)
+    return fixed(count)
 
 
 def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozenset[str]) -> None:

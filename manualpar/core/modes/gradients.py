@@ -1,10 +1,14 @@
-"""Gradients of the global mean loss, from each device's part of a batch.
+"""Gradients of the global loss, from each device's part of a batch.
 
-A step differentiates `sum of the loss over all examples / global number of examples`, however the
-examples are split over devices and minibatches, and however many examples are masked. If part `k`
-has `n_k` valid examples and the mean loss `l_k`, the gradient is `sum_k n_k grad(l_k) / sum_k n_k`.
-So each part is weighted by its count *before* the parts are averaged. A mean of the parts' means
-would be another loss.
+A loss is a sum of means, `sum_t S_t / C_t`. Each sum and each count is taken over all examples,
+however they are split over devices and minibatches, and however many are masked. If part `k` has
+the sums `s_tk`, the gradient is `sum_t (sum_k grad(s_tk)) / C_t`. A mean of the parts' means would
+be another loss.
+
+With one term the gradients of the parts are added up first, and divided by the count at the end.
+With several terms the counts are summed first, from the parts of the loss that compute them, which
+are usually the masks. If a count depends on parameters, `C_t` has a gradient too: the gradient of
+`S / C` is `(grad S - (S / C) grad C) / C`. Then a forward pass first computes all sums.
 
 Types decide whether autodiff sums gradients over devices. If a parameter is *invariant* over a mesh
 axis, autodiff inserts a `psum` over that axis, once for every use and minibatch. Therefore
@@ -15,11 +19,13 @@ over which the backward pass of its gather takes the mean (`CommPolicy.averaged_
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.core.parameters.collectives import (
@@ -36,31 +42,34 @@ from manualpar.core.parameters.sharded_parameter import (
     reduction_dtype,
 )
 from manualpar.core.parameters.trainable import combine
-from manualpar.core.state.metrics import Metrics, StepSums
+from manualpar.core.state.metrics import Metrics, StepSums, mean
+from manualpar.core.tracing.jaxprs import without_names
 from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 from manualpar.core.trees import Batch, Collections, Grads, Params
 
 Sums = TypeVar("Sums")
-# (params, collections, minibatch, rng) -> (loss, metrics, updated collections).
-CarryingLossFn = Callable[
-    [Params, Collections, Batch, jax.Array], tuple[jax.Array, Metrics, Collections]
-]
+# (params, collections, minibatch, rng) -> (loss, metrics, updated collections). The loss is a
+# `Mean` of `manualpar.core.model.loss_function`, or a dict of terms.
+CarryingLossFn = Callable[[Params, Collections, Batch, jax.Array], tuple[Any, Metrics, Collections]]
 # Trained and frozen parameters, see `partition`.
 ParamPair = tuple[Params, Params]
-# The function that is differentiated: (trained, frozen, collections, minibatch, rng) ->
-# (loss times count, (sums, updated collections)).
-WeightedLoss = Callable[
-    [Params, Params, Collections, Batch, jax.Array],
-    tuple[jax.Array, tuple[StepSums, Collections]],
-]
+# The function that is differentiated: (trained, frozen, collections, *part) -> (weighted loss,
+# (sums, updated collections)). A part is (minibatch, rng), or (minibatch, rng, weights of terms).
+WeightedLoss = Callable[..., tuple[jax.Array, tuple[StepSums, Collections]]]
+# Parts of all minibatches, each with a leading dim `M`.
+Parts = tuple[Any, ...]
 # A linear function that is applied to the gradients of each minibatch before they are summed.
 Reduce = Callable[[Grads], Grads]
-# Runs the minibatches and adds up their gradients: (loss, params, collections, (minibatches, keys),
-# reduce) -> (summed gradients, sums, collections).
+# Runs the minibatches and adds up their gradients: (loss, params, collections, parts, reduce) ->
+# (summed gradients, sums, collections).
 Accumulation = Callable[
-    [WeightedLoss, ParamPair, Collections, tuple[Batch, jax.Array], Reduce],
+    [WeightedLoss, ParamPair, Collections, Parts, Reduce],
     tuple[Grads, StepSums, Collections],
 ]
+
+
+class _SeveralTermsError(Exception):
+    """A loss has several terms, so their counts have to be known before it is differentiated."""
 
 
 def accumulate(
@@ -74,6 +83,8 @@ def accumulate(
     reduce: Reduce = lambda grads: grads,
     join: Callable[[ParamPair], Params] = combine,
     outer_axes: tuple[str, ...] = (),
+    learns_counts: bool = False,
+    whole: Callable[[ParamPair], ParamPair] | None = None,
 ) -> tuple[Grads, StepSums, Collections]:
     """Accumulates gradients over minibatches, and carries collections from one to the next.
 
@@ -87,48 +98,193 @@ def accumulate(
       reduce: Applied to the gradients of each minibatch before they are added up.
       join: Makes the tree of parameters for `loss_fn` from the pair, in each minibatch.
       outer_axes: Mesh axes along which devices take separate steps, see `Mode`.
+      learns_counts: Whether counts have gradients.
+      whole: Makes the types of all parameters from the pair, if `schedule` splits the layers. Then
+        counts must not depend on parameters.
 
     Returns:
       The gradients of the trained parameters in float32 or wider, the `StepSums` over the
       minibatches, and the collections after the last minibatch.
     """
-    keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
+    number = len(jax.tree.leaves(minibatches)[0])
+    parts: Parts = (minibatches, jax.random.split(rng, number))
     axes = varying_axes(minibatches)
     params = jax.tree.map(
         lambda x: cast_to_varying(x, axes.difference(averaged_axes(x))), params, is_leaf=is_box
     )
 
     def weighted_loss(
-        trained: Params, frozen: Params, collections: Collections, minibatch: Batch, key: jax.Array
+        trained: Params, frozen: Params, collections: Collections, *part: Any
     ) -> tuple[jax.Array, tuple[StepSums, Collections]]:
+        minibatch, key, *weights = part
         loss, metrics, collections = loss_fn(join((trained, frozen)), collections, minibatch, key)
-        weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
-        # A loss may be the same on all devices, for example a pmean or a ratio of psums. It must
-        # still count once for each device. Without the cast autodiff would differentiate the loss
-        # once for all devices, and the mean of the gradients would be too small.
-        loss = cast_to_varying(_at_least_float32(loss), axes) * weight
-        return loss, (StepSums((jax.lax.stop_gradient(loss), weight), metrics), collections)
+        terms = _terms(loss, axes, learns_counts=learns_counts)
+        if weights:
+            of_sums, of_counts = weights[0]
+            weighted = [total * of_sums[name] for name, (total, _) in terms.items()]
+            weighted += [terms[name][1] * x for name, x in of_counts.items()]
+            objective = jnp.stack(weighted).sum()
+        elif len(terms) > 1:
+            raise _SeveralTermsError
+        else:
+            ((objective, _),) = terms.values()
+        rest = None if isinstance(loss, Mapping) else _rest(loss, metrics, axes)
+        totals: Any = jax.lax.stop_gradient(terms)
+        if rest is not None:  # One scalar takes the place of another.
+            totals = {name: (total, None) for name, (total, _) in totals.items()}
+        sums = StepSums(totals, metrics, rest)
+        return objective, (sums, collections)
 
-    grads, sums, collections = schedule(
-        weighted_loss, params, collections, (minibatches, keys), reduce
-    )
-    count = _mean_count(sums.metrics["loss"][1], outer_axes)
+    def run(*weights: Any) -> tuple[Grads, StepSums, Collections]:
+        return schedule(weighted_loss, params, collections, (*parts, *weights), reduce)
+
+    def sums_first() -> tuple[Grads, StepSums, Collections]:
+        def measure(params: ParamPair, collections: Collections, *part: Any) -> Any:
+            loss, _, _ = loss_fn(join(params), collections, *part)
+            terms = _terms(loss, axes, learns_counts=True)
+            return terms if learns_counts else {name: count for name, (_, count) in terms.items()}
+
+        totals = _sum_over_parts(measure, params, collections, parts, whole)
+        return run(_weights(totals, number, outer_axes))
+
+    if learns_counts:
+        return sums_first()
+    try:
+        grads, sums, collections = run()
+    except _SeveralTermsError:
+        return sums_first()
+    ((_, count),) = sums.objective.values()
+    count = _mean_count(sums.metrics["loss"][1] if count is None else count, outer_axes)
     return jax.tree.map(lambda g: g / count, grads), sums, collections
+
+
+def _terms(loss: Any, axes: frozenset[str], *, learns_counts: bool) -> Metrics:
+    """Returns the sum and the count of each term in float32, in this device's share."""
+
+    def count_of(x: Any) -> jax.Array:
+        x = _at_least_float32(x)
+        return cast_to_varying(x, axes) if learns_counts else jax.lax.stop_gradient(x)
+
+    if isinstance(loss, Mapping):
+        return {
+            name: (cast_to_varying(_at_least_float32(total), axes), count_of(count))
+            for name, (total, count) in loss.items()
+        }
+    # A loss may be the same on all devices, for example a pmean or a ratio of psums. It must still
+    # count once for each device. Without the cast autodiff would differentiate the loss once for
+    # all devices, and the mean of the gradients would be too small.
+    count = count_of(loss.weight)
+    return {"loss": (cast_to_varying(_at_least_float32(loss.mean), axes) * count, count)}
+
+
+def _rest(loss: Any, metrics: Metrics, axes: frozenset[str]) -> Any:
+    """Returns the part of a share's mean that its metrics do not explain.
+
+    The weights of the shares are wrong for this part if it differs between the shares, as their
+    counts do. `None` if the loss has terms, or if all shares have the same count.
+    """
+    differs = varying_axes(loss.weight) if axes else isinstance(loss.weight, jax.core.Tracer)
+    if not differs:
+        return None
+    pair = jax.tree.map(_at_least_float32, metrics["loss"])
+    rest = jax.lax.stop_gradient(_at_least_float32(loss.mean)) - mean(pair)
+    return cast_to_varying(rest, axes)
+
+
+def _sum_over_parts(
+    measure: Callable[..., Any],
+    params: ParamPair,
+    collections: Collections,
+    parts: Parts,
+    whole: Callable[[ParamPair], ParamPair] | None,
+) -> Any:
+    """Sums the results of `measure(params, collections, *part)` over minibatches.
+
+    Only the operations that the results need run.
+
+    Raises:
+      ValueError: The results depend on collections, or on parameters of which this device has only
+        some layers.
+    """
+    first = jax.tree.map(lambda x: x[0], parts)
+    given = whole(params) if whole else params
+    closed, shapes = jax.make_jaxpr(measure, return_shape=True)(given, collections, *first)
+    jaxpr = closed.jaxpr.replace(
+        constvars=(),
+        invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars],
+        debug_info=without_names(closed.jaxpr),
+    )
+    jaxpr, are_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    leaves = [*closed.consts, *jax.tree.leaves((params, collections))]
+    before = len(closed.consts) + len(jax.tree.leaves(params))
+    number = len(parts[1])
+    if number > 1 and any(are_read[before : len(leaves)]):
+        raise ValueError(
+            "loss_fn: the count of a term depends on a collection that changes from minibatch to "
+            "minibatch, expected counts of the batch and of parameters. Build the program with "
+            "num_minibatches=1, or return the loss as one term."
+        )
+    if whole and any(are_read[len(closed.consts) : before]):
+        raise ValueError(
+            "loss_fn: the count of a term depends on parameters, expected counts of the batch "
+            "alone, because the layers are split over stages. Compute the count from the batch, "
+            "or build a program without stages."
+        )
+
+    def call(part: Any) -> Any:
+        values = [*leaves, *jax.tree.leaves(part)]
+        read = [x for x, is_read in zip(values, are_read, strict=True) if is_read]
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*read)
+
+    with jax.named_scope(COUNT_SCOPE):
+        total = call(first) if number == 1 else [x.sum(axis=0) for x in jax.lax.map(call, parts)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), total)
+
+
+def _weights(totals: Any, number: int, outer_axes: tuple[str, ...]) -> Any:
+    """Returns the weights of sums and counts in the gradient, for each of `number` minibatches.
+
+    Args:
+      totals: This device's count of each term, or its pair (sum, count) if counts have gradients.
+      number: The number of minibatches.
+      outer_axes: As in `accumulate`.
+
+    Communication:
+      One all-reduce of all scalars.
+    """
+    has_sums = any(isinstance(x, tuple) for x in totals.values())
+    names = list(totals)
+    counts = jnp.stack([totals[n][1] if has_sums else totals[n] for n in names])
+    if has_sums:
+        sums = jnp.stack([totals[name][0] for name in names])
+        stacked = jnp.stack([sums, counts])
+    else:
+        stacked = counts[None]
+    stacked = _mean_over_devices(stacked, outer_axes)
+    counts = jnp.where(stacked[-1] == 0, 1, stacked[-1])
+    of_sums = 1 / counts
+    of_counts = -stacked[0] / counts**2 if has_sums else None
+
+    def by_name(x: Any) -> dict[str, jax.Array]:
+        repeated = jnp.broadcast_to(x, (number, len(names)))
+        return {name: repeated[:, i] for i, name in enumerate(names)}
+
+    return by_name(of_sums), by_name(of_counts) if has_sums else {}
 
 
 def unrolled(
     loss: WeightedLoss,
     params: ParamPair,
     collections: Collections,
-    minibatches: tuple[Batch, jax.Array],
+    parts: Parts,
     reduce: Reduce,
 ) -> tuple[Grads, StepSums, Collections]:
     """Runs the minibatches in a Python loop, so each is compiled separately."""
     differentiate, total = jax.grad(loss, has_aux=True), None
-    for index in range(len(minibatches[1])):
+    for index in range(len(parts[1])):
         with jax.named_scope(f"minibatch_{index}"):
-            minibatch = jax.tree.map(lambda x, i=index: x[i], minibatches)
-            grads, (sums, collections) = differentiate(*params, collections, *minibatch)
+            part = jax.tree.map(lambda x, i=index: x[i], parts)
+            grads, (sums, collections) = differentiate(*params, collections, *part)
             term = _accumulators(reduce(grads), sums)
             total = term if total is None else jax.tree.map(jnp.add, total, term)
     assert total is not None  # `check_minibatches` refuses a batch without minibatches.
@@ -139,16 +295,16 @@ def scanned(
     loss: WeightedLoss,
     params: ParamPair,
     collections: Collections,
-    minibatches: tuple[Batch, jax.Array],
+    parts: Parts,
     reduce: Reduce,
 ) -> tuple[Grads, StepSums, Collections]:
     """Runs the minibatches in a `jax.lax.scan`, so the code is compiled once."""
 
-    def differentiate(collections: Collections, minibatch: Batch) -> tuple[Any, Collections]:
-        grads, (sums, collections) = jax.grad(loss, has_aux=True)(*params, collections, *minibatch)
+    def differentiate(collections: Collections, part: Any) -> tuple[Any, Collections]:
+        grads, (sums, collections) = jax.grad(loss, has_aux=True)(*params, collections, *part)
         return _accumulators(reduce(grads), sums), collections
 
-    first = jax.tree.map(lambda x: x[0], minibatches)
+    first = jax.tree.map(lambda x: x[0], parts)
     # The carry of a scan must keep its type, but after a minibatch collections may vary over more
     # axes. So the loop casts collections until their types are stable. Each repetition can only add
     # axes.
@@ -163,14 +319,14 @@ def scanned(
         # In mode `explicit` the type has a sharding: the sum must have the sharding of its terms.
         return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
 
-    def body(carry: Any, minibatch: Batch) -> tuple[Any, None]:
+    def body(carry: Any, part: Any) -> tuple[Any, None]:
         total, collections = carry
         with jax.named_scope("minibatch"):
-            term, collections = differentiate(collections, minibatch)
+            term, collections = differentiate(collections, part)
             return (jax.tree.map(jnp.add, total, term), collections), None
 
     carry = (jax.tree.map(zero, types), collections)
-    total, collections = jax.lax.scan(body, carry, minibatches)[0]
+    total, collections = jax.lax.scan(body, carry, parts)[0]
     return *total, collections
 
 
@@ -284,15 +440,20 @@ def sync_metrics(metrics: Sums, axis_names: AxisName) -> Sums:
 
 def _mean_count(count: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
     """Returns the mean number of examples per device; 1 if there are none, to avoid 0 / 0."""
-    axes = tuple(sorted(varying_axes(count) - set(outer_axes)))
+    count = _mean_over_devices(count, outer_axes)
+    return jnp.where(count == 0, jnp.ones_like(count), count)
+
+
+def _mean_over_devices(x: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
+    """Takes the mean over the axes that `x` varies over, in float32 or wider."""
+    axes = tuple(sorted(varying_axes(x) - set(outer_axes)))
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):
         axes = manual_axes  # A mean over axes with equal counts changes nothing.
     # Leaves out axes of size 1: their all-reduce would hide from XLA that a count is a constant.
     axes = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
     with jax.named_scope(COUNT_SCOPE):
-        count = jax.lax.pmean(_at_least_float32(count), axes) if axes else _at_least_float32(count)
-    return jnp.where(count == 0, jnp.ones_like(count), count)
+        return jax.lax.pmean(_at_least_float32(x), axes) if axes else _at_least_float32(x)
 
 
 def _at_least_float32(x: jax.Array) -> jax.Array:

@@ -19,15 +19,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
+from manualpar.core.modes.gradients import ParamPair, Parts, Reduce, WeightedLoss
 from manualpar.core.parameters.placement import PlaceFn, Placement
 from manualpar.core.state.metrics import Metrics, StepSums
 from manualpar.core.summary import Summarized, describe_function
-from manualpar.core.trees import Batch, Collections, Grads, Placements
+from manualpar.core.trees import Collections, Grads, Placements
 
 ModeName = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[ModeName, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
@@ -125,11 +124,14 @@ class Pipelined(Protocol):
         loss: WeightedLoss,
         params: ParamPair,
         collections: Collections,
-        minibatches: tuple[Batch, jax.Array],
+        parts: Parts,
         reduce: Reduce,
         /,
     ) -> tuple[Grads, StepSums, Collections]:
         """Accumulates gradients like an `Accumulation`, but differentiates one stage at a time."""
+
+    def with_all_layers(self, params: ParamPair) -> ParamPair:
+        """Returns a pair of parameters with the layers of all stages, as types to trace a loss."""
 
     def exchange_layers(self, tree: Any, *, back: bool = False) -> Any:
         """Sends each stage the layers that it runs; with `back`, sends their gradients back."""

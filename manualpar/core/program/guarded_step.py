@@ -22,11 +22,14 @@ from jax.sharding import Mesh
 
 from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
+from manualpar.core.state.metrics import UNEVEN
 from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.trees import Batch, path_name
 
 MAX_STEPS_AHEAD = 8
+# The rounding of a loss in float32, relative to the loss, with room for sums of many examples.
+MOST_UNEVEN = 1e-4
 _MENDS = {
     "state": "a train step donates its state, so that the returned state can use the memory. "
     "Use the returned state: `state, metrics = program.train_step(state, batch)`. In a notebook, "
@@ -68,6 +71,7 @@ class GuardedStep(OutsideMeshes):
         super().__init__(step)
         self.is_limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._name, self._check_state = name, check_state
+        self._is_first = True
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         # A weak reference, because a strong reference would keep the state's memory allocated.
         self._known: Any = lambda: None
@@ -86,11 +90,26 @@ class GuardedStep(OutsideMeshes):
             shapes_of_batch(f"{self._name}: batch", batch)  # Raises if a leaf is not an array.
             raise
         new, metrics = out if isinstance(out, tuple) else (state, out)
+        if isinstance(metrics, dict) and (uneven := metrics.pop(UNEVEN, None)) is not None:
+            self._check_first(uneven[0])
         if is_state:
             self._known = weakref.ref(new)
         if self.is_limited:
             self._wait_for_earlier(jax.tree.leaves(metrics)[0])
         return out
+
+    def _check_first(self, off: Any) -> None:
+        """Refuses a loss in its first step if shares cannot be combined by one count."""
+        if not self._is_first or isinstance(off, jax.core.Tracer):
+            return
+        self._is_first = False
+        if (part := float(off)) > MOST_UNEVEN:
+            raise ValueError(
+                f"loss_fn: on the first batch the loss over all examples is off by {part:.2%}, "
+                "because the loss is the mean over the count of metrics['loss'] plus a part with "
+                "another divisor, and the shares of the batch have different counts. Return the "
+                "parts as terms: {'loss': (sum, count), 'other': (its_sum, its_count)}, metrics."
+            )
 
     def _wait_for_earlier(self, metric: Any) -> None:
         if isinstance(metric, jax.core.Tracer):  # Nothing runs while the step is being traced.

@@ -187,7 +187,8 @@ def accumulate_gradients(
     def stateless(
         params: Params, collections: Collections, minibatch: Batch, key: jax.Array
     ) -> tuple[jax.Array, Any, Any]:
-        return *call_loss(loss_fn, params, state.apply_fn, minibatch, key), collections
+        loss, metrics = call_loss(loss_fn, params, state.apply_fn, minibatch, key)
+        return loss, jax.lax.stop_gradient(metrics), collections
 
     minibatches = split_minibatches(batch, num_minibatches)
     schedule = scanned if use_scan else unrolled

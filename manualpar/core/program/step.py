@@ -16,6 +16,7 @@ The mode implements these operations: box, scatter, reduce and others. The defau
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec
 from manualpar.core.mesh.axes import AxisName, axis_tuple
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch
+from manualpar.core.model.loss_function import LearnedCountError
 from manualpar.core.model.options import Nonfinite
 from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.gradients import Accumulation, CarryingLossFn, accumulate, unrolled
@@ -50,7 +52,7 @@ from manualpar.core.parameters.sharded_parameter import ShardedParameter, boxed_
 from manualpar.core.parameters.trainable import combine, is_masked, partition, trained
 from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
-from manualpar.core.state.metrics import Metrics, StepSums, mean
+from manualpar.core.state.metrics import UNEVEN, Metrics, StepSums, mean
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized
 from manualpar.core.tracing.jaxprs import inner_jaxprs
@@ -98,7 +100,7 @@ def is_finite(sums: StepSums) -> jax.Array:
     pair of the sum of `find_nonfinite` and the number of devices.
     """
     assert sums.nonfinite is not None
-    means = jnp.stack([mean(sums.objective), mean(sums.metrics["loss"])])
+    means = jnp.stack([sums.loss, mean(sums.metrics["loss"])])
     return (sums.nonfinite[0] == 0) & jnp.isfinite(means).all()
 
 
@@ -145,20 +147,20 @@ class Step(Summarized):
         aux = state.collections, state.local
         gradients = self.gradients(batch)
         grads, sums, new_aux = gradients(state.params, aux, key, batch)
-        metrics = dict(sums.metrics)
+        metrics = dict(sums.metrics) | self._uneven(sums)
         is_applied, (collections, per_device) = self._check_finite(sums, metrics, new_aux, aux)
         params, frozen = partition(self.placements, state.params)
 
         def value_and_grad(params: Params) -> tuple[jax.Array, Grads]:
             grads, sums, _ = gradients(combine((params, frozen)), aux, key, batch)
-            return mean(sums.objective), grads
+            return sums.loss, grads
 
         params, opt_state, norms = self.update(
             state.tx,
             params,
             grads,
             opt_state=state.opt_state,
-            value=mean(sums.objective),
+            value=sums.loss,
             value_and_grad=value_and_grad,
             is_applied=is_applied,
         )
@@ -237,16 +239,12 @@ class Step(Summarized):
         boxes, grad_boxes = self.rounding.with_keys(rng, boxes, grad_boxes)
         boxes, others = self._divide_replicated(boxes, grad_boxes, frozen)
         # Differentiate the loss of each minibatch, and add up the gradients.
-        grads, sums, new_collections = accumulate(
-            self._loss_that_regathers(),
+        grads, sums, new_collections = self._accumulate(
             (boxes, others),
             collections,
             mode.split(mode.to_zigzag(batch, self.roles), self.num_minibatches, self.roles),
             mode.fold(rng),
-            schedule=self.pipeline or self.schedule,
             reduce=functools.partial(self._scatter_each_minibatch, grad_boxes),
-            join=lambda pair: self._map(_join, *pair),
-            outer_axes=mode.outer_axes,
         )
         # Reduce over devices.
         grads, per_device = self.rounding.reduce(self._reduce, grad_boxes, grads, per_device)
@@ -256,6 +254,39 @@ class Step(Summarized):
             new_collections, collections, self.model.sync_collections
         )
         return grads, sums, (collections, per_device)
+
+    def _accumulate(
+        self,
+        params: tuple[Params, Params],
+        collections: Collections,
+        minibatches: Batch,
+        rng: jax.Array,
+        *,
+        reduce: Callable[[Grads], Grads],
+    ) -> tuple[Grads, StepSums, Collections]:
+        """Calls `accumulate`; if a count of the loss has a gradient, calls it once more."""
+
+        def run(model: TracedModel) -> tuple[Grads, StepSums, Collections]:
+            return accumulate(
+                self._loss_that_regathers(model.train_loss),
+                params,
+                collections,
+                minibatches,
+                rng,
+                schedule=self.pipeline or self.schedule,
+                reduce=reduce,
+                join=lambda pair: self._map(_join, *pair),
+                outer_axes=self.mode.outer_axes,
+                learns_counts=model.learns_counts,
+                whole=self.pipeline.with_all_layers if self.pipeline else None,
+            )
+
+        try:
+            return run(self.model)
+        except LearnedCountError:
+            if self.pipeline is not None:  # A stage has only some layers.
+                raise
+        return run(dataclasses.replace(self.model, learns_counts=True))
 
     def _gather_for_step(self, boxes: Params) -> Params:
         """Gathers parameters once, if the strategy keeps them gathered for the whole step."""
@@ -296,12 +327,12 @@ class Step(Summarized):
         first = jax.tree.map(zeros, divided, boxes, grad_boxes)
         return first, jax.tree.map(whole, divided, boxes, frozen)
 
-    def _loss_that_regathers(self) -> CarryingLossFn:
-        """Returns the model's loss; if needed, its backward pass gathers parameters again."""
+    def _loss_that_regathers(self, loss: CarryingLossFn) -> CarryingLossFn:
+        """Makes the backward pass of a loss gather parameters again, if needed."""
         if not self._makes_weights_again:
-            return self.model.train_loss
+            return loss
         return regather_for_backward(
-            self.model.train_loss,
+            loss,
             keep_gathered=not self.strategy.reshard_after_forward,
             axes=self.strategy.regather_axes,
             check=functools.partial(check_derivatives, self.strategy.name),
@@ -376,6 +407,19 @@ class Step(Summarized):
             return None, new_aux
         select = functools.partial(jax.lax.select, finite)
         return finite, jax.tree.map(select, new_aux, aux)
+
+    def _uneven(self, sums: StepSums) -> Metrics:
+        """Returns how far the loss is off if its parts have different divisors, see `UNEVEN`."""
+        if sums.rest is None:
+            return {}
+        mode, ((total, _),) = self.mode, sums.objective.values()
+        of_device = mode.data_axes if mode.writes_collectives else ()
+        shares = self.num_minibatches * math.prod(mode.mesh.shape[axis] for axis in of_device)
+        explained, count = sums.metrics["loss"]
+        by_count, by_share = mean((total - explained, count)), sums.rest / shares
+        size = jnp.maximum(jnp.abs(sums.loss), jnp.abs(by_share))
+        off = jnp.abs(by_count - by_share) / jnp.where(size == 0, 1, size)
+        return {UNEVEN: (off, jnp.ones(()))}
 
     def _on_mesh(
         self, function: Callable[..., Any], batch: Batch, out_specs: Specs, aux_specs: Specs = None

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+# A metric that only the first step reads: by which part of itself the loss is off because a part of
+# it has another divisor than the count of `metrics["loss"]`.
+UNEVEN = "loss_uneven"
 # A pair (sum, count) for each name: scalars on the device, as a step returns them.
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 # The same, on the device or as floats after `fetch_metrics`.
@@ -22,21 +25,40 @@ class StepSums(NamedTuple):
     """The scalars of a step that add up over minibatches and over devices.
 
     Attributes:
-      objective: The sum of the differentiated loss over the examples, and the number of examples.
+      objective: The sum of each term of the differentiated loss, and its count. If there is a
+        `rest`, the count is that of `metrics["loss"]`, and stands only there.
       metrics: The metrics that the loss function returns.
+      rest: The sum of `loss - sum / count` over the shares of the batch, where the pair is
+        `metrics["loss"]`; `None` if all shares have the same count, or if the loss has terms.
       nonfinite: The number of devices with a gradient that is not finite, and the number of all
         devices; `None` if the step does not count them.
     """
 
-    objective: tuple[jax.Array, jax.Array]
+    objective: Mapping[str, tuple[jax.Array, jax.Array | None]]
     metrics: Metrics
+    rest: jax.Array | None = None
     nonfinite: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def loss(self) -> jax.Array:
+        """The differentiated loss, the sum of the means of its terms, `float32[]`."""
+        return sum_of_means(
+            {
+                name: (total, self.metrics["loss"][1] if count is None else count)
+                for name, (total, count) in self.objective.items()
+            }
+        )
 
 
 def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Returns the mean of a metric; 0 if its count is 0."""
     total, count = metric
     return total / jnp.where(count == 0, 1, count)
+
+
+def sum_of_means(terms: Metrics) -> jax.Array:
+    """Returns the sum of the means of a loss's terms."""
+    return jnp.stack([mean(pair) for pair in terms.values()]).sum()
 
 
 def fetch_metrics(metrics: AnyMetrics) -> dict[str, tuple[float, float]]:

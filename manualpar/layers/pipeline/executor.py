@@ -34,7 +34,7 @@ import optax
 from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
 from manualpar.core.modes.remat import regather_for_backward
-from manualpar.core.parameters.collectives import cast_to_varying
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.trainable import combine, is_masked
 from manualpar.core.state.metrics import Metrics, StepSums
@@ -193,9 +193,9 @@ class StageWork:
         tree = jax.tree.structure(others)
 
         def flat_loss(params: Sequence[Any], leaves: Sequence[Any]) -> Any:
-            collections, (minibatch, key) = jax.tree.unflatten(tree, leaves)
+            collections, part = jax.tree.unflatten(tree, leaves)
             params = jax.tree.unflatten(self._structure, params)
-            return loss(params, collections, minibatch, key)
+            return loss(params, collections, *part)
 
         first = self._others(0)
         self.loss = staged = StagedLoss(
@@ -601,6 +601,22 @@ class PipelineRun:
             keep=self.keep,
             regathers=self.regathers,
         )
+
+    def with_all_layers(self, params: ParamPair) -> ParamPair:
+        """Returns a pair of parameters with the layers of all stages, as types to trace a loss."""
+
+        def full(x: Any, is_stacked: bool) -> Any:
+            if is_masked(x):
+                return x
+            shape = (len(x) * self.num_stages, *x.shape[1:]) if is_stacked else x.shape
+            axes = varying_axes(x) - {self.axis}
+            return jax.eval_shape(lambda: cast_to_varying(jnp.zeros(shape, x.dtype), axes))
+
+        def all_layers(tree: Any) -> Any:
+            leaves, structure = jax.tree.flatten(tree, is_leaf=is_masked)
+            return jax.tree.unflatten(structure, map(full, leaves, self.stacked))
+
+        return all_layers(params[0]), all_layers(params[1])
 
     def exchange_layers(self, tree: Any, *, back: bool = False) -> Any:
         """Exchanges the layers that a stage stores for the layers that it runs.

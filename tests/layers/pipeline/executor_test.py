@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar import make_mesh
 from manualpar.core.mesh.splitting import split_minibatches
+from manualpar.core.model.loss_function import Mean
 from manualpar.core.modes.gradients import accumulate, scanned, sync_gradients, sync_metrics
 from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
@@ -147,7 +148,8 @@ def on_stages(case: Case, *, evaluate: bool = False) -> tuple[Any, Any]:
         return ShardedParameter(x, some, gather_axes=("data",)) if any(some) else x
 
     def carrying(params: Any, collections: Any, *args: Any) -> Any:
-        return *loss(params, *args, rings=case.rings), collections
+        mean, metrics = loss(params, *args, rings=case.rings)
+        return Mean(mean, metrics["loss"][1]), metrics, collections
 
     def device(params: Any, batch: Any) -> Any:
         boxes, rng = jax.tree.map(box, names, params, is_leaf=is_names), jax.random.key(1)
@@ -268,7 +270,7 @@ def _loss(params, collections, batch, rng):
 
     x, _ = jax.lax.scan(layer, batch @ params["into"], params["layers"])
     total = jnp.square(x @ params["into"].T).sum()
-    return total, {"loss": (total, jnp.ones(()))}, collections
+    return Mean(total, jnp.ones(())), {"loss": (total, jnp.ones(()))}, collections
 
 
 def _gradients(stages, schedule):

@@ -363,7 +363,8 @@ def test_between_two_meetings_only_metrics_cross(devices8):
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     crossing = [c for c in trace_collectives(traced) if "replica" in c.axes]
     assert [c.purpose for c in crossing] == ["sync_metrics"]
-    assert crossing[0].bytes_sent == 2 * 8 * (2 - 1) / 2
+    # The loss, and what the first step reads: four scalars.
+    assert crossing[0].bytes_sent == 2 * 16 * (2 - 1) / 2
 
 
 @pytest.mark.parametrize(
