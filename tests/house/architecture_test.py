@@ -10,10 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.house.source_rules import (
+    CHAPTERS,
     READ,
     Check,
     find_import_effects,
     find_imports_of_tests,
+    find_lone_readers,
     find_misshapen_files,
     find_private_jax,
     find_stray_collectives,
@@ -339,6 +341,18 @@ def test_the_core_knows_neither_nnx_nor_pipelines():
     assert "manualpar.core.modes.manual" in closure
     rooms = ("manualpar.core.model.nnx", "manualpar.training", "manualpar.layers.pipeline")
     assert not [module for module in closure if module.startswith(rooms)]
+
+
+def test_a_module_with_one_reader_belongs_to_its_reader():
+    found = [
+        finding.partition(":")[0] for finding in find_lone_readers(dict(_sources("manualpar")))
+    ]
+    assert found == [f"manualpar.{module}" for module in sorted(CHAPTERS)]
+    samples = {"manualpar.a.one": "import manualpar.a.two", "manualpar.a.two": ""}
+    assert find_lone_readers(samples) == [
+        "manualpar.a.two: only manualpar.a.one reads it, and it belongs there"
+    ]
+    assert find_lone_readers(samples | {"manualpar.b.three": "from manualpar.a import two"}) == []
 
 
 def test_the_page_ends_with_the_half_hour_that_it_promises():

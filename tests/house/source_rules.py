@@ -13,6 +13,21 @@ import tokenize
 from collections.abc import Callable, Iterator
 
 MAX_LINES = 1200
+# Modules with one reader in their own folder that are chapters of their own, and why.
+CHAPTERS = {
+    "checks.collectives_check": "a check; program_check calls all of them",
+    "checks.context_check": "a check; program_check calls all of them",
+    "checks.trainable_check": "a check; program_check calls all of them",
+    "inspect.peak_memory": "a simulation of XLA's allocator, longer than its reader",
+    "layers.attention.unchecked": "the only module that may pass check_vma=False",
+    "layers.tensor_parallel.plan_calls": "runs the calls of a plan; its reader declares plans",
+    "planner.compiled_timeline": "the clock of TPUs; its reader has that of GPUs",
+    "strategies.diloco.steps": "the only module of DiLoCo that may communicate",
+    "system.cluster.environment": "what a cluster says; its reader starts a run",
+    "system.cluster.job_template": "files for schedulers; its reader starts processes",
+    "system.cluster.managed": "the variables of each launcher, a table to extend",
+    "training.checkpoints.bucket_arrays": "needs the extra `buckets`",
+}
 
 # The folders of the package, and the folders of its core. A module may import modules of its own
 # folder, and of the folders that are before it in the list.
@@ -344,6 +359,26 @@ def find_summaries_without_verb(module: str, source: str) -> list[str]:
                 f"{module}:{node.lineno}: {node.name} begins with {first!r}, not a verb"
             )
     return findings
+
+
+def find_lone_readers(sources: dict[str, str]) -> list[str]:
+    """Finds modules that only one module of their folder imports, and that no other imports.
+
+    Args:
+      sources: The sources of a package's modules by dotted name.
+    """
+    readers: dict[str, set[str]] = {}
+    for reader, source in sources.items():
+        for _, full, _ in _imports(_tree(source)):
+            for name in (full, full.rpartition(".")[0]):
+                if name in sources and name != reader:
+                    readers.setdefault(name, set()).add(reader)
+                    break
+    return [
+        f"{module}: only {reader} reads it, and it belongs there"
+        for module, (reader, *others) in sorted(readers.items())
+        if not others and module.rpartition(".")[0] == reader.rpartition(".")[0]
+    ]
 
 
 def find_misshapen_files(module: str, source: str) -> list[str]:
