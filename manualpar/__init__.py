@@ -1,37 +1,45 @@
-"""Flax models, data-parallel or fully sharded, with every collective written by hand."""
+"""Flax models, data-parallel or fully sharded, with every collective written by hand.
 
-# Modules that register themselves: the interfaces to Linen and NNX models.
-import manualpar.core.model.linen_model
-import manualpar.core.model.nnx_model  # noqa: F401
+A name is imported when it is first used (PEP 562), so `import manualpar` costs next to nothing.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.machinery
+from typing import TYPE_CHECKING, Any
+
 from manualpar._moved import find_old_names, import_moved
-from manualpar.core.mesh.mesh import abstract_mesh, make_mesh, simulate_devices
-from manualpar.core.mesh.splitting import fold_rng_over_axis
-from manualpar.core.modes.gradients import sync_gradients, sync_metrics
-from manualpar.core.parameters.collectives import gather_array_with_mean_grads
-from manualpar.core.parameters.sharded_parameter import ShardedParameter
-from manualpar.core.program.inside_shard_map import (
-    accumulate_gradients,
-    gather_examples,
-    gather_params,
-    shard_module_params,
-    shard_params,
-)
-from manualpar.core.program.parameter_average import ema_params, params_ema
-from manualpar.core.program.program import Program
-from manualpar.core.state.metrics import print_metrics
-from manualpar.core.state.train_state import Batch, TrainState
-from manualpar.inspect.same_as_one_device import assert_same_as_one_device
-from manualpar.layers.pipeline import Pipeline
-from manualpar.layers.tensor_parallel.plan import tensor_parallel
-from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Row, Vocab
-from manualpar.models.finetuning.adapter_files import load_adapters, merge_lora, save_adapters
-from manualpar.models.finetuning.lora import lora
-from manualpar.models.finetuning.quantized import quantized
-from manualpar.strategies.data_parallel import data_parallel
-from manualpar.strategies.diloco.builder import diloco
-from manualpar.strategies.fsdp import fsdp
-from manualpar.strategies.hsdp import hsdp
-from manualpar.strategies.zero import zero
+
+if TYPE_CHECKING:
+    from manualpar.core.mesh.mesh import abstract_mesh, make_mesh, simulate_devices
+    from manualpar.core.mesh.splitting import fold_rng_over_axis
+    from manualpar.core.modes.gradients import sync_gradients, sync_metrics
+    from manualpar.core.parameters.collectives import gather_array_with_mean_grads
+    from manualpar.core.parameters.sharded_parameter import ShardedParameter
+    from manualpar.core.program.inside_shard_map import (
+        accumulate_gradients,
+        gather_examples,
+        gather_params,
+        shard_module_params,
+        shard_params,
+    )
+    from manualpar.core.program.parameter_average import ema_params, params_ema
+    from manualpar.core.program.program import Program
+    from manualpar.core.state.metrics import print_metrics
+    from manualpar.core.state.train_state import Batch, TrainState
+    from manualpar.inspect.same_as_one_device import assert_same_as_one_device
+    from manualpar.layers.pipeline import Pipeline
+    from manualpar.layers.tensor_parallel.plan import tensor_parallel
+    from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Row, Vocab
+    from manualpar.models.finetuning.adapter_files import load_adapters, merge_lora, save_adapters
+    from manualpar.models.finetuning.lora import lora
+    from manualpar.models.finetuning.quantized import quantized
+    from manualpar.strategies.data_parallel import data_parallel
+    from manualpar.strategies.diloco.builder import diloco
+    from manualpar.strategies.fsdp import fsdp
+    from manualpar.strategies.hsdp import hsdp
+    from manualpar.strategies.zero import zero
 
 __version__ = "0.2.0"
 
@@ -75,4 +83,27 @@ __all__ = [
 ]
 
 find_old_names()
-__getattr__ = import_moved
+
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """Returns the module of each public name: what the imports above say."""
+    assert __spec__.loader is not None
+    tree = ast.parse(__spec__.loader.get_source(__name__))  # type: ignore[attr-defined]
+    imports = (x for x in ast.walk(tree) if isinstance(x, ast.ImportFrom))
+    return {alias.name: str(x.module) for x in imports for alias in x.names}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name, or a package such as `manualpar.inspect`, when it is first used."""
+    if name in __all__:
+        value = getattr(importlib.import_module(_homes()[name]), name)
+        globals()[name] = value
+        return value
+    if importlib.machinery.PathFinder.find_spec(f"{__name__}.{name}", __path__):
+        return importlib.import_module(f"{__name__}.{name}")
+    return import_moved(name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,19 +1,17 @@
-"""Keeps old names of modules and of their members usable for one more release, with a warning.
+"""Keeps old names of modules usable for one more release, with a warning.
 
 `import manualpar.pretrained` gives the module object of `manualpar.models.pretrained`. Old names of
 its submodules work in the same way. Remove an entry of `MOVED` in the release after the module's
 move.
 """
 
-import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 # Old name of a module -> new name, both without `manualpar.`
 MOVED = {
@@ -52,17 +50,6 @@ MOVED = {
     "usage": "errors",
     "watching": "training.monitoring",
 }
-# New name of a module -> old names of its members -> new full names of these members.
-RENAMED = {
-    "core.modes.strategy": {
-        "Mode": "core.modes.strategy.ModeName",
-        "Sends": "core.modes.strategy.CommCounts",
-    },
-    "core.parameters.placement": {
-        rule: f"core.parameters.placement.{rule}"
-        for rule in ("replicate", "shard_one_dim", "shard_state_only")
-    },
-}
 PACKAGE = "manualpar."
 # Removed folders whose modules are in `MOVED`.
 GONE = frozenset({"modes", "sharding"})
@@ -87,16 +74,16 @@ def import_moved(name: str) -> types.ModuleType:
         return importlib.import_module(PACKAGE + name)
     if not (new := new_name(PACKAGE + name)):
         raise AttributeError(f"module 'manualpar' has no attribute {name!r}")
-    _warn(PACKAGE + name, new)
+    _warn(PACKAGE + name, new, stacklevel=4)
     return importlib.import_module(new)
 
 
-def _warn(old: str, new: str) -> None:
-    """Warns that a name is old; the warning shows the line of the caller's caller."""
+def _warn(old: str, new: str, *, stacklevel: int = 3) -> None:
+    """Warns that a name is old; `stacklevel` selects the line that the warning shows."""
     warnings.warn(
         f"{old} is {new} now; the old name goes with the next release.",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 
@@ -137,14 +124,3 @@ def find_old_names() -> None:
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
         # The finder must be first: others would import the files of a moved folder a second time.
         sys.meta_path.insert(0, MovedFinder())
-    for name, renamed in RENAMED.items():
-        module = importlib.import_module(PACKAGE + name)
-        vars(module)["__getattr__"] = functools.partial(_renamed, module, renamed)
-
-
-def _renamed(module: types.ModuleType, renamed: Mapping[str, str], name: str) -> Any:
-    if name not in renamed:
-        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-    _warn(f"{module.__name__}.{name}", PACKAGE + renamed[name])
-    new_module, _, new = renamed[name].rpartition(".")
-    return getattr(importlib.import_module(PACKAGE + new_module), new)

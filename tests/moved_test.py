@@ -46,19 +46,6 @@ def test_the_warning_is_about_the_line_that_imports(source):
     assert names["found"] is importlib.import_module("manualpar.models.pretrained").load_hf
 
 
-def test_an_old_name_in_a_module_gives_the_new_one():
-    from manualpar.core.modes import strategy
-
-    with pytest.warns(
-        DeprecationWarning,
-        match=r"strategy\.Sends is manualpar.*CommCounts now",
-    ):
-        from manualpar.core.modes.strategy import Sends
-    assert Sends is strategy.CommCounts
-    with pytest.raises(ImportError, match="Nothing"):
-        from manualpar.core.modes.strategy import Nothing  # noqa: F401
-
-
 def test_other_names_are_missing_as_anywhere():
     with pytest.raises(AttributeError, match="module 'manualpar' has no attribute 'nothing'"):
         getattr(manualpar, "nothing")  # noqa: B009

@@ -18,6 +18,10 @@ import importlib.metadata, json, sys
 import absl.flags, flax.linen, flax.nnx, jax, numpy, optax  # And all that they import.
 before = set(sys.modules)
 import manualpar
+bare = sorted(name for name in sys.modules if name.startswith("manualpar."))
+assert bare == ["manualpar._moved"], "names are imported when they are used"
+for name in manualpar.__all__:
+    getattr(manualpar, name)
 loaded = {name.split(".")[0] for name in sys.modules.keys() - before}
 ours = sorted(name for name in sys.modules if name.startswith("manualpar."))
 assert not [name for name in sys.modules if "splash_attention_k" in name], "imported when used"
@@ -37,7 +41,12 @@ def test_importing_the_package_loads_what_jax_and_flax_load_and_none_of_the_loop
     assert set(loaded) <= {"absl", "flax", "jax", "jaxlib", "manualpar", "numpy", "optax"}
     rooms = {name.split(".")[1] for name in ours}
     assert "core" in rooms
-    assert rooms & {"training", "data", "watching", "checkpoints", "cluster", "planner"} == set()
+    assert rooms & {"training", "data", "commands", "planner"} == set()
+
+
+def test_the_command_s_help_needs_neither_jax_nor_flax():
+    script = "import sys, manualpar.commands.main as m; m.usage(); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -7,6 +7,7 @@ subclass for Linen is in `manualpar.core.model.linen_model`, the subclass for NN
 
 import abc
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, Self
 
@@ -215,6 +216,9 @@ class ModelInterface(abc.ABC):
 
 
 _INTERFACES: list[type[ModelInterface]] = []
+# The modules of the interfaces to flax's two libraries, which register themselves when they are
+# imported. The core does not import them before a model is given to it.
+_LIBRARIES = ("manualpar.core.model.linen_model", "manualpar.core.model.nnx_model")
 
 
 def register_interface(interface: type[ModelInterface]) -> type[ModelInterface]:
@@ -225,11 +229,17 @@ def register_interface(interface: type[ModelInterface]) -> type[ModelInterface]:
 
 def interface_of(model: Any) -> Any:
     """Returns the interface of a model; returns `model` itself if no class wraps it."""
-    wrapped = (interface.wrap(model) for interface in _INTERFACES)
+    wrapped = (interface.wrap(model) for interface in _interfaces())
     return next((found for found in wrapped if found is not None), model)
 
 
 def collections_of(variables: Variables) -> Mapping[str, Any] | None:
     """Splits a library's container of variables by collection; `None` for other types."""
-    found = (interface.collections_of(variables) for interface in _INTERFACES)
+    found = (interface.collections_of(variables) for interface in _interfaces())
     return next((tree for tree in found if tree is not None), None)
+
+
+def _interfaces() -> list[type[ModelInterface]]:
+    for library in _LIBRARIES:
+        importlib.import_module(library)
+    return _INTERFACES
