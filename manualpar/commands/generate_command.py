@@ -43,17 +43,13 @@ OPTIONS = (
     "frequency_penalty",
     "presence_penalty",
     "logit_bias",
-    "beams",
-    "length_penalty",
-    "early_stopping",
 )
-EARLY: dict[str, bool | str] = {"no": False, "yes": True, "never": "never"}
 
 
 USAGE = """Answers prompts with a run's newest checkpoint, or with a Hugging Face model.
 
 {program} --workdir=<folder> --prompt="Once upon a time"
-    [--temperature=0.8] [--top-k=<number>] [--top-p=<probability>] [--beams=<number>]
+    [--temperature=0.8] [--top-k=<number>] [--top-p=<probability>]
     [--max-tokens=<number>] [--stop=<text> ...] [--seed=<number>] [--chat]
     [--draft=<folder>] [--mesh=data=4,model=2] [--devices=<number>]
 {program} --hf=<directory> [--adapter=<directory of peft>] --prompts=<lines, .jsonl or ->
@@ -82,7 +78,6 @@ def main(argv: Sequence[str]) -> int:
     _length_flags(parser.add_argument_group("the end of an answer"))
     _draw_flags(parser.add_argument_group("draws"))
     _penalty_flags(parser.add_argument_group("changed probabilities"))
-    _beam_flags(parser.add_argument_group("beam search"))
     _draft_flags(parser.add_argument_group("speculative decoding"))
     flags = parser.parse_args(argv[1:])
 
@@ -90,23 +85,18 @@ def main(argv: Sequence[str]) -> int:
         if flags.draft:
             generator = _with_draft(trained, flags)
         options = {name: getattr(flags, name) for name in OPTIONS}
-        options["early_stopping"] = EARLY[flags.early_stopping]
-        if flags.prompt is not None and flags.samples > 1 and flags.beams == 1:
+        if flags.prompt is not None and flags.samples > 1:
             raise UsageError(
                 f"--samples={flags.samples} draws several answers at once, expected --prompts, "
-                "which writes each as a line, or --beams."
+                "which writes each as a line."
             )
         if flags.prompt is None:
             _answer_all(trained, generator, flags, options)
             return
         prompts = _prompts(trained, flags, [{"prompt": flags.prompt}])
-        begin = "" if flags.chat else flags.prompt
-        row, pieces = 0, []
+        begin, pieces = "" if flags.chat else flags.prompt, []
         for piece in generator.stream(trained.state, prompts, **options):
             pieces.append(piece)
-            if piece.row != row:  # Only the answers of a beam search come one after another.
-                show("\n")
-                begin, row = "" if flags.chat else flags.prompt, piece.row
             show(begin + piece.text)
             begin = ""
         show("\n")
@@ -240,7 +230,7 @@ def _draw_flags(group: argparse._ArgumentGroup) -> None:
         ("--top-k", int, 0, "Draws from this number of likeliest tokens; 0 for all."),
         ("--top-p", float, 1.0, likeliest),
         ("--min-p", float, 0.0, fraction),
-        ("--samples", int, 1, "The answers to each prompt: draws, or the best of --beams."),
+        ("--samples", int, 1, "The answers that are drawn for each prompt."),
         ("--seed", int, 0, "The seed of the answers."),
     )
 
@@ -261,22 +251,6 @@ def _penalty_flags(group: argparse._ArgumentGroup) -> None:
         default={},
         metavar="TOKEN:NUMBER,...",
         help="Numbers to add to the logits of tokens, such as 50256:-100. [default none]",
-    )
-
-
-def _beam_flags(group: argparse._ArgumentGroup) -> None:
-    length = "The exponent of the length that divides an answer's score."
-    _number_flags(
-        group,
-        ("--beams", int, 1, "The number of beams; 1 for no search."),
-        ("--length-penalty", float, 1.0, length),
-    )
-    group.add_argument(
-        "--early-stopping",
-        choices=tuple(EARLY),
-        default="no",
-        help="yes ends a search with as many answers as beams; never goes on until no answer can "
-        "become better. [default no]",
     )
 
 

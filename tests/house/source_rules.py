@@ -137,9 +137,15 @@ def _tree(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@functools.cache
+def _nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Returns every node of a tree, for the checks that all walk it."""
+    return tuple(ast.walk(tree))
+
+
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     """Yields each import of a file: its line, the full dotted name, and the name that it binds."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 bound = alias.asname or alias.name.split(".")[0]
@@ -212,12 +218,14 @@ def find_imports_of_tests(module: str, source: str) -> list[str]:
 
 def find_private_jax(module: str, source: str) -> list[str]:
     """Finds uses of jax's private modules, and of the old `jax.experimental.shard_map`."""
+    if "_src" not in source and "shard_map" not in source:
+        return []
     tree = _tree(source)
     aliases = _aliases(tree)
     names = [(line, full) for line, full, _ in _imports(tree)]
     names += [
         (node.lineno, _dotted(node, aliases))
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.Attribute)
     ]
     banned = ("jax._src", "jax.experimental.shard_map")
@@ -230,6 +238,8 @@ def find_unchecked_shard_maps(module: str, source: str) -> list[str]:
 
     The module `UNCHECKED` may pass `False`, with a comment that gives the reason.
     """
+    if "shard_map" not in source:
+        return []
     tree = _tree(source)
     aliases = _aliases(tree)
     commented = {
@@ -238,7 +248,7 @@ def find_unchecked_shard_maps(module: str, source: str) -> list[str]:
         if token.type == tokenize.COMMENT
     }
     findings = []
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if not isinstance(node, ast.Call):
             continue
         called = [node.func]
@@ -278,7 +288,7 @@ def find_import_effects(module: str, source: str) -> list[str]:
             findings.add(f"{module}:{node.lineno}: changes {changed} on import")
     findings |= {
         f"{module}:{node.lineno}: module state: global {', '.join(node.names)}"
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.Global)
     }
     return sorted(findings)
@@ -288,12 +298,14 @@ def find_stray_collectives(module: str, source: str) -> list[str]:
     """Finds uses of collectives outside of `MAY_COMMUNICATE`."""
     if any(f"{module}.".startswith(f"manualpar.{place}.") for place in MAY_COMMUNICATE):
         return []
+    if not any(name in source for name in COLLECTIVES):
+        return []
     tree = _tree(source)
     aliases = _aliases(tree)
     names = {(line, full) for line, full, _ in _imports(tree)}
     names |= {
         (node.lineno, _dotted(node, aliases))
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.Attribute)
     }
     return [
@@ -348,7 +360,7 @@ def find_summaries_without_verb(module: str, source: str) -> list[str]:
     The summary of a property may be a noun phrase, because its users see an attribute.
     """
     findings = []
-    for node in ast.walk(_tree(source)):
+    for node in _nodes(_tree(source)):
         if not isinstance(node, FunctionNode) or not (text := ast.get_docstring(node)):
             continue
         if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):

@@ -112,7 +112,7 @@ def speculate(arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculative, "SpeculativeSteps", lambda program, vocab_size: steps)
         drafting = speculative.Speculation(fields.get("draft", draft), target)
-        drafting.check(**{"beams": 1, "prompts": [1], "max_tokens": 4, **call})
+        drafting.check(**{"prompts": [1], "max_tokens": 4, **call})
 
 
 def sample(arguments):
@@ -240,9 +240,6 @@ REFUSED = [
         (([[1]], {"logit_bias": {1: np.inf}}), "logit_bias adds inf to the token 1"),
         (([[1]], {"samples": 0}), "samples is 0, expected at least 1"),
         (([[1]], {"samples": 2}), "samples is 2 and temperature is 0, expected a temp"),
-        (([[1]], {"beams": 2, "samples": 3}), "samples is 3 and beams is 2, expected at most"),
-        (([[1]], {"beams": 2, "temperature": 1}), "beams is 2 and temperature is 1.0, expected 0"),
-        (([[1]], {"beams": 2, "early_stopping": "no"}), "early_stopping is 'no', expected True"),
     ),
     *rows(
         "generate without a tokenizer",
@@ -270,10 +267,6 @@ REFUSED = [
         (({"tokens": 1.5}, {}), "draft.tokens is 1.5, expected at least 1"),
         (({"model": Transformer(vocab_size=9)}, {}), "a model of 9 tokens, expected 260, the voc"),
         (({"devices": [types.SimpleNamespace(id=3)]}, {}), r"on the devices \[3\], expected those"),
-        (
-            ({}, {"beams": 2}),
-            "beams is 2 and the Generator has a draft, expected beams=1, or a Gen",
-        ),
         (({}, {"max_tokens": 9}), "rotary.learned=8.* This is a limit of the draft model"),
     ),
     *rows(

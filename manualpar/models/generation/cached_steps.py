@@ -183,20 +183,6 @@ class Drawn(NamedTuple):
     log_probability: jax.Array
 
 
-class Proposed(NamedTuple):
-    """The likeliest next tokens of all rows, for a beam search; the same on all devices.
-
-    Attributes:
-      token: `int32[B, W]`, of each row the `W` tokens with the largest scores.
-      score: `float32[B, W]`, the tokens' log-probabilities, changed by the penalties.
-      log_probability: `float32[B, W]`, the tokens' log-probabilities.
-    """
-
-    token: jax.Array
-    score: jax.Array
-    log_probability: jax.Array
-
-
 class Scores(NamedTuple):
     """The scores of the marked tokens of each sequence, the same on all devices.
 
@@ -221,11 +207,8 @@ class CachedSteps:
       prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
         drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
         `key[B]`; `size` is the number of positions in the cache, for the prompt and the answer.
-        `rows` is a `Rows`, and `drawn` is a `Drawn`. With `width=W`, `drawn` is a `Proposed`, and
-        `decode` needs `moves`. `spare` is that of `Prompts`.
+        `rows` is a `Rows`, and `drawn` is a `Drawn`. `spare` is that of `Prompts`.
       decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; `rows` is donated.
-        With `moves=(parents, tokens), width=W`, each `int32[B]`, a row becomes a copy of the row
-        with the number `parents[row]` on the same device, followed by the token.
       score: `score(params, collections, inputs, labels, marked) -> Scores`. `inputs` and `labels`
         are `int32[B, S]`; `marked` is `bool[B, S]`, the tokens of `labels` to score.
     """
@@ -252,8 +235,8 @@ class CachedSteps:
             self.row_devices *= program.mesh.shape[axis]
         split = self.model.split.axis
         self._split_axes = (split,) if split and split in program.mesh.shape else ()
-        self.prefill = self._jit(self._prefill, static_argnames=("size", "width", "spare"))
-        self.decode = self._jit(self._decode, static_argnames="width", donate_argnames="rows")
+        self.prefill = self._jit(self._prefill, static_argnames=("size", "spare"))
+        self.decode = self._jit(self._decode, donate_argnames="rows")
         self.score = self._jit(self._score)
 
     def adopt(self, state: TrainState) -> TrainState:
@@ -281,7 +264,6 @@ class CachedSteps:
         drawing: Drawing,
         *,
         size: int,
-        width: int = 0,
         spare: int = 0,
     ) -> tuple[Rows, Any]:
         def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
@@ -294,7 +276,7 @@ class CachedSteps:
             history = None
             if drawing.penalties is not None:
                 history = history_of(tokens, lengths, self.vocab_size)
-            token, drawn = self._choose(logits[:, 0], history, keys, lengths, drawing, width)
+            token, drawn = self._choose(logits[:, 0], history, keys, lengths, drawing)
             return Rows(cache, token, lengths, start, keys, history), self._of_all(drawn)
 
         run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens))
@@ -307,16 +289,11 @@ class CachedSteps:
         collections: Any,
         rows: Rows,
         drawing: Drawing,
-        moves: tuple[jax.Array, jax.Array] | None = None,
-        *,
-        width: int = 0,
     ) -> tuple[Rows, Any]:
         specs = jax.tree_util.tree_map_with_path(self._cache_spec, rows.cache)
 
         def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
             rows: Rows = args[0]
-            if len(args) > 1:
-                rows = self._moved(rows, specs, *args[1])
             position = rows.position
             start = jnp.where(rows.token == self.model.bos_token, position, rows.start)
             collections = {**collections, CACHE: rows.cache}
@@ -325,26 +302,12 @@ class CachedSteps:
             cache = append(rows.cache, new, past.position)
             history = None if rows.history is None else note(rows.history, rows.token[:, None])
             after = position + 1
-            token, drawn = self._choose(logits[:, 0], history, rows.keys, after, drawing, width)
+            token, drawn = self._choose(logits[:, 0], history, rows.keys, after, drawing)
             return Rows(cache, token, after, start, rows.keys, history), self._of_all(drawn)
 
-        own = (rows,) if moves is None else (rows, moves)
-        run = self._on_mesh(on_device, (self._rows_specs(specs), self._rows)[: len(own)], specs)
-        rows, drawn = run(params, collections, drawing, *own)
+        run = self._on_mesh(on_device, (self._rows_specs(specs),), specs)
+        rows, drawn = run(params, collections, drawing, rows)
         return rows, drawn
-
-    def _moved(self, rows: Rows, specs: Any, parents: jax.Array, tokens: jax.Array) -> Rows:
-        """Replaces each row by the row of its parent, with another latest token."""
-
-        def take(x: jax.Array) -> jax.Array:
-            return jnp.take(x, parents, axis=0)
-
-        def of_cache(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-            return jnp.take(x, parents, axis=tuple(spec).index(self._rows[0]))
-
-        cache = jax.tree.map(of_cache, rows.cache, specs)
-        moved = jax.tree.map(take, (rows.position, rows.start, rows.history))
-        return Rows(cache, tokens, moved[0], moved[1], rows.keys, moved[2])
 
     def _score(
         self,
@@ -412,17 +375,11 @@ class CachedSteps:
         keys: jax.Array,
         position: jax.Array,
         drawing: Drawing,
-        width: int,
-    ) -> tuple[jax.Array, Drawn | Proposed]:
-        """Draws each row's next token, or proposes `width` tokens if `width` is not 0."""
-        likelihood = jax.nn.log_softmax(logits)
-        changed = likelihood if width else logits
+    ) -> tuple[jax.Array, Drawn]:
+        """Draws each row's next token."""
+        likelihood, changed = jax.nn.log_softmax(logits), logits
         if history is not None and drawing.penalties is not None:
             changed = penalize(changed, history, drawing.penalties)
-        if width:
-            score, tokens = jax.lax.top_k(changed, min(width, self.model.vocab_size))
-            of_tokens = jnp.take_along_axis(likelihood, tokens, axis=1)
-            return tokens[:, 0], Proposed(tokens, score, of_tokens)
         token = draw_tokens(changed, keys, position, drawing)
         of_token = jnp.take_along_axis(likelihood, token[:, None], axis=1)
         return token, Drawn(token, of_token[:, 0])

@@ -6,10 +6,9 @@ the devices compute a token, the host reads the previous token, decodes it, and 
 with the stop strings and the token with the stop tokens.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -19,205 +18,10 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.data.tokenizer import Tokenizer
 from manualpar.models.generation.answers import Answer, NewToken, TextPiece, TextPieces, next_piece
-from manualpar.models.generation.cached_steps import CachedSteps, Proposed
+from manualpar.models.generation.cached_steps import CachedSteps
 from manualpar.models.generation.drawing import Drawing, as_tokens, make_penalties, row_keys
 from manualpar.models.generation.speculative import Draft, Speculation, SpeculativeSteps
 from manualpar.models.transformer import check_lengths
-
-# -------------------------------------------------------------------------------------------------
-# Beam search for one prompt, with the rules of transformers' `generate`.
-#
-# Each step proposes the likeliest next tokens of every beam. The most likely continuations of all
-# beams together are kept. A continuation that ends, by a stop token, a stop string or its length,
-# is an answer if it is among the best `beams` continuations; its score is the sum of its tokens'
-# log-probabilities, divided by the number of its tokens to the power `length_penalty`.
-#
-# The search ends when no running beam can become better than the worst of the `beams` best
-# answers. This is estimated: with `early_stopping="never"` from the longest answer that is
-# possible, else from the beam's present length. With `early_stopping=True` the search ends as soon
-# as there are `beams` answers.
-
-
-NO_SCORE = np.float32(-1e9)  # The score of a beam that does not count, as in transformers.
-
-
-class Search(NamedTuple):
-    """The settings of a beam search.
-
-    Attributes:
-      beams: The number of beams.
-      length_penalty: The exponent of the length that divides an answer's score; above 0 long
-        answers are preferred to short ones.
-      early_stopping: When the search ends, see `manualpar.models.generation.generator`.
-    """
-
-    beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-
-    def width(self, num_stop_tokens: int) -> int:
-        """Returns the number of continuations that each step proposes."""
-        return max(2, 1 + num_stop_tokens) * self.beams
-
-    def check(self, samples: int, temperature: float) -> None:
-        """Refuses settings that do not go together.
-
-        Args:
-          samples: The number of answers to each prompt.
-          temperature: The temperature of draws.
-
-        Raises:
-          ValueError: The settings do not go together.
-        """
-        if self.beams > 1 and temperature > 0:
-            raise ValueError(
-                f"generate: beams is {self.beams} and temperature is {temperature}, expected 0, "
-                "because a beam search takes the likeliest tokens."
-            )
-        if self.beams > 1 and samples > self.beams:
-            raise ValueError(
-                f"generate: samples is {samples} and beams is {self.beams}, expected at most as "
-                "many samples as beams."
-            )
-        if self.beams == 1 and samples > 1 and temperature == 0:
-            raise ValueError(
-                f"generate: samples is {samples} and temperature is 0, expected a temperature "
-                "above 0 or beams, because all samples would be the likeliest tokens."
-            )
-        if self.early_stopping not in (True, False, "never"):
-            raise ValueError(
-                f"generate: early_stopping is {self.early_stopping!r}, expected True, False or "
-                "'never'."
-            )
-
-
-class Beam(NamedTuple):
-    """The tokens of an answer, with the log-probability of each."""
-
-    tokens: tuple[int, ...] = ()
-    log_probabilities: tuple[float, ...] = ()
-
-
-class BeamSearch:
-    """The beams of one prompt.
-
-    Attributes:
-      is_done: Whether the search has ended.
-    """
-
-    def __init__(
-        self, search: Search, max_tokens: int, width: int, ends: Callable[[Sequence[int]], bool]
-    ) -> None:
-        """Begins a search.
-
-        Args:
-          search: The settings.
-          max_tokens: The most tokens of an answer.
-          width: The number of continuations that a step keeps, see `Search.width`.
-          ends: Returns whether an answer ends with its last token.
-        """
-        self._search, self._max_tokens, self._width, self._ends = search, max_tokens, width, ends
-        beams = search.beams
-        self._running = [Beam()] * beams
-        # At first all beams are the same, so only one of them counts.
-        self._running_scores: np.ndarray = np.full(beams, NO_SCORE)
-        self._running_scores[0] = 0
-        self._answers = [Beam()] * beams
-        self._scores: np.ndarray = np.full(beams, NO_SCORE)
-        self._is_answer = np.zeros(beams, bool)
-        self._length = 0
-        self.is_done = False
-
-    def advance(
-        self, tokens: np.ndarray, scores: np.ndarray, log_probabilities: np.ndarray
-    ) -> tuple[list[int], list[int]]:
-        """Takes the likeliest next tokens of each beam, with their scores, all `[beams, width]`.
-
-        Returns:
-          For each new beam, the number of the beam that it continues, and its latest token.
-        """
-        beams = self._search.beams
-        sums = (scores + self._running_scores[:, None]).ravel()
-        parents = np.repeat(np.arange(beams), tokens.shape[1])
-        best = np.lexsort((tokens.ravel(), parents, -sums))[: self._width]
-        sums, parents, own = sums[best], parents[best], tokens.ravel()[best]
-        new = [
-            Beam(
-                (*self._running[parent].tokens, int(token)),
-                (*self._running[parent].log_probabilities, float(log_probability)),
-            )
-            for parent, token, log_probability in zip(
-                parents, own, log_probabilities.ravel()[best], strict=True
-            )
-        ]
-        self._length += 1
-        is_last = self._length == self._max_tokens
-        ended = np.array([is_last or self._ends(beam.tokens) for beam in new])
-        running = sums + ended * NO_SCORE
-        kept = np.argsort(-running, kind="stable")[:beams]
-        self._running, self._running_scores = [new[index] for index in kept], running[kept]
-        self._finish(new, sums, ended & (np.arange(len(new)) < beams))
-        self.is_done |= bool(ended.all()) or not self._can_improve()
-        return parents[kept].tolist(), own[kept].tolist()
-
-    def best(self, number: int) -> list[Beam]:
-        """Returns the best answers, at most `number`."""
-        return self._answers[:number]
-
-    def _finish(self, new: list[Beam], sums: np.ndarray, are_answers: np.ndarray) -> None:
-        sums = sums / np.float32(self._length**self._search.length_penalty)
-        if self._is_answer.all() and self._search.early_stopping is True:
-            sums = sums + NO_SCORE
-        scores = np.concatenate([self._scores, sums + ~are_answers * NO_SCORE])
-        best = np.argsort(-scores, kind="stable")[: self._search.beams]
-        answers, flags = self._answers + new, np.concatenate([self._is_answer, are_answers])
-        self._answers = [answers[index] for index in best]
-        self._scores, self._is_answer = scores[best], flags[best]
-
-    def _can_improve(self) -> bool:
-        search = self._search
-        if search.early_stopping is True and self._is_answer.all():
-            return False
-        longest = search.early_stopping == "never" and search.length_penalty > 0
-        length = self._max_tokens if longest else self._length
-        possible = self._running_scores[0] / np.float32(length**search.length_penalty)
-        worst = np.where(self._is_answer, self._scores.min(), NO_SCORE)
-        return bool((possible > worst).any())
-
-
-def run_searches(
-    searches: Sequence[BeamSearch],
-    beams: int,
-    proposed: Proposed,
-    step: Callable[[np.ndarray, np.ndarray], Proposed],
-    device_rows: int,
-) -> None:
-    """Runs searches of several prompts until all have ended.
-
-    Args:
-      searches: The searches; the beams of search `n` are the rows from `n * beams` on.
-      beams: The number of beams of each search, which divides `device_rows`.
-      proposed: The proposals after the prompts.
-      step: Replaces rows by copies of other rows on their device, followed by a token, and returns
-        the proposals for the next token.
-      device_rows: The number of rows on a device.
-    """
-    while True:
-        found = [np.asarray(x) for x in proposed]
-        parents = np.arange(len(found[0]), dtype=np.int32) % device_rows
-        tokens = np.zeros(len(parents), np.int32)
-        for number, search in enumerate(searches):
-            own = slice(number * beams, (number + 1) * beams)
-            if not search.is_done:
-                before, tokens[own] = search.advance(*(x[own] for x in found))
-                parents[own] = parents[own][before]
-        if all(search.is_done for search in searches):
-            return
-        proposed = step(parents, tokens)
-
-
-# -------------------------------------------------------------------------------------------------
-
 
 Prompt = str | Sequence[int]
 
@@ -232,7 +36,6 @@ class _Call(NamedTuple):
     strings: list[str]
     key: jax.Array
     samples: int
-    search: Search
 
 
 class Generator:
@@ -333,9 +136,6 @@ class Generator:
         presence_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
         samples: int = 1,
-        beams: int = 1,
-        length_penalty: float = 1.0,
-        early_stopping: bool | Literal["never"] = False,
         stop: Sequence[str | int] = (),
         seed: int | jax.Array = 0,
     ) -> Iterator[TextPiece]:
@@ -357,13 +157,7 @@ class Generator:
           presence_penalty: Subtracted from the logit of each token that the answer contains; 0 for
             none.
           logit_bias: Numbers to add to the logits of tokens; `-math.inf` excludes a token.
-          samples: The number of answers to each prompt: of draws, or of the best beams.
-          beams: The number of beams of a beam search, see `manualpar.models.generation.generator`;
-          1
-            for none. A search yields its answers when it has ended.
-          length_penalty: With beams, the exponent of an answer's length that divides its score.
-          early_stopping: With beams, whether a search ends as soon as there are `beams` answers;
-            `"never"` if it ends only when no better answer is possible.
+          samples: The number of answers that are drawn for each prompt.
           stop: Strings and tokens that end an answer, in addition to `stop_tokens`. The answer does
             not contain them.
           seed: A number or a random key. With the same seed, a prompt at the same index of
@@ -388,7 +182,7 @@ class Generator:
           draft of `D` tokens, once for each forward pass, with `D + 1` logits, tokens and
           log-probabilities for each row; and for the draft model `D` times what a token costs.
         """
-        for name, value in (("max_tokens", max_tokens), ("samples", samples), ("beams", beams)):
+        for name, value in (("max_tokens", max_tokens), ("samples", samples)):
             if value < 1 or value != int(value):
                 raise ValueError(f"generate: {name} is {value}, expected at least 1.")
         penalties = make_penalties(
@@ -399,8 +193,11 @@ class Generator:
             logit_bias,
         )
         drawing = Drawing(temperature, top_k, top_p, min_p, penalties).as_arrays()
-        search = Search(beams, length_penalty, early_stopping)
-        search.check(samples, float(temperature))
+        if samples > 1 and temperature == 0:
+            raise ValueError(
+                f"generate: samples is {samples} and temperature is 0, expected a temperature "
+                "above 0, because all samples would be the likeliest tokens."
+            )
         stops = self.stop_tokens.union(x for x in stop if not isinstance(x, str))
         strings = [x for x in stop if isinstance(x, str)]
         if strings and self.tokenizer is None:
@@ -411,13 +208,9 @@ class Generator:
         encoded = [self.encode(prompt, index) for index, prompt in enumerate(prompts)]
         check_lengths(self.steps.model, map(len, encoded), max_tokens)
         if self._speculation:
-            self._speculation.check(beams, list(map(len, encoded)), max_tokens)
+            self._speculation.check(list(map(len, encoded)), max_tokens)
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
-        call = _Call(
-            self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples, search
-        )
-        if beams > 1:
-            return self._stream_beams(call, encoded)
+        call = _Call(self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples)
         return self._stream(call, [prompt for prompt in encoded for _ in range(samples)])
 
     def _stream(self, call: _Call, prompts: list[list[int]]) -> Iterator[TextPiece]:
@@ -438,54 +231,6 @@ class Generator:
                             break
                 if not counts:
                     break
-
-    def _stream_beams(self, call: _Call, prompts: list[list[int]]) -> Iterator[TextPiece]:
-        devices, beams = self.steps.row_devices, call.search.beams
-        size = max(1, self.batch_size // devices // beams) * devices
-        for batch in _batches(prompts, size):
-            searches = self._run_searches(call, [prompts[row] for row in batch])
-            for row, search in zip(batch, searches, strict=True):
-                for sample, beam in enumerate(search.best(call.samples)):
-                    writer, answer = self._writer(call, prompts[row]), row * call.samples + sample
-                    for place, new in enumerate(zip(*beam, strict=True), 1):
-                        is_last = place == len(beam.tokens)
-                        of_beam = NewToken(*new)
-                        yield next_piece(answer, of_beam, writer, call.stops, is_last=is_last)
-
-    def _run_searches(self, call: _Call, prompts: list[list[int]]) -> list[BeamSearch]:
-        def ends(prompt: list[int], tokens: Sequence[int]) -> bool:
-            if tokens[-1] in call.stops:
-                return True
-            if not call.strings or (writer := self._writer(call, prompt)) is None:
-                return False
-            for token in tokens:
-                writer.add(token)
-            return writer.is_stopped
-
-        beams, steps = call.search.beams, self.steps
-        width = call.search.width(len(call.stops))
-        searches = [
-            BeamSearch(call.search, call.max_tokens, width, functools.partial(ends, prompt))
-            for prompt in prompts
-        ]
-        longest = max(map(len, prompts))
-        rows = [prompt for prompt in prompts for _ in range(beams)]
-        tokens, lengths = self.pad(rows, padded(longest), beams)
-        given = (tokens, lengths, row_keys(call.key, np.arange(len(tokens))))
-        variables = call.state.params, call.state.collections
-        size = padded(longest + call.max_tokens)
-        held, proposed = steps.prefill(
-            *variables, *map(steps.put_rows, given), call.drawing, size=size, width=width
-        )
-
-        def step(*moves: np.ndarray) -> Proposed:
-            nonlocal held
-            placed = tuple(map(steps.put_rows, moves))
-            held, found = steps.decode(*variables, held, call.drawing, placed, width=width)
-            return cast(Proposed, found)
-
-        run_searches(searches, beams, proposed, step, len(tokens) // steps.row_devices)
-        return searches
 
     def _writer(self, call: _Call, prompt: list[int]) -> TextPieces | None:
         return TextPieces(self.tokenizer, prompt, call.strings) if self.tokenizer else None
@@ -520,18 +265,15 @@ class Generator:
             found = before.token.tolist(), before.log_probability.tolist()
             yield [[NewToken(*new)] for new in zip(*found, strict=True)]
 
-    def pad(
-        self, rows: Sequence[Sequence[int]], length: int, group: int = 1
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def pad(self, rows: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
         """Pads rows to an array `int32[B, length]`; returns the array and the rows' lengths.
 
-        The array has a power of two groups of `group` rows for each device that shards the rows,
-        at most `batch_size` rows in all, so that steps are compiled for few numbers of rows.
+        The array has a power of two rows for each device that shards the rows, at most `batch_size`
+        rows in all, so that steps are compiled for few numbers of rows.
         """
         devices = self._row_devices
-        parts = -(-len(rows) // (devices * group))
-        most = max(1, self.batch_size // devices // group)
-        number = min(1 << (parts - 1).bit_length(), most) * devices * group
+        parts = -(-len(rows) // devices)
+        number = min(1 << (parts - 1).bit_length(), self.batch_size // devices) * devices
         tokens, lengths = np.zeros((number, length), np.int32), np.ones(number, np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)], lengths[index] = row, len(row)

@@ -23,12 +23,7 @@ from manualpar.models.generation.scoring import score_completions, score_documen
 
 # The options for drawing, and other options: the name in a request of the harness -> the name here.
 DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-OTHERS = {
-    "repetition_penalty": "repetition_penalty",
-    "num_beams": "beams",
-    "length_penalty": "length_penalty",
-    "early_stopping": "early_stopping",
-}
+OTHERS = {"repetition_penalty": "repetition_penalty"}
 MAX_TOKENS = 256  # The longest answer if a request does not limit it.
 # The names under which a request may limit the length of an answer; the last name given counts.
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_gen_toks")

@@ -105,7 +105,7 @@ class SpeculativeSteps(CachedSteps):
                     rows = rows._replace(history=note(rows.history, tokens[:, -1:]))
                 rows, _, logits = self._extend(params, collections, rows, tokens, first, last)
                 after = first + tokens.shape[1]
-                token, _ = self._choose(logits[:, -1], rows.history, rows.keys, after, drawing, 0)
+                token, _ = self._choose(logits[:, -1], rows.history, rows.keys, after, drawing)
                 return rows._replace(token=token)
 
             def go_on(rows: Rows, place: jax.Array) -> tuple[Rows, jax.Array]:
@@ -148,7 +148,7 @@ class SpeculativeSteps(CachedSteps):
                 place, token, logits = of_place
                 history = None if history is None else note(history, token[:, None])
                 position = rows.position + place + 1
-                _, drawn = self._choose(logits, history, rows.keys, position, drawing, 0)
+                _, drawn = self._choose(logits, history, rows.keys, position, drawing)
                 return history, drawn
 
             places = jnp.arange(tokens.shape[1])
@@ -273,22 +273,16 @@ class Speculation:
             )
         self.steps, self._draft = SpeculativeSteps(draft.program, others), draft
 
-    def check(self, beams: int, prompts: list[int], max_tokens: int) -> None:
+    def check(self, prompts: list[int], max_tokens: int) -> None:
         """Refuses a call that cannot have a draft.
 
         Args:
-          beams: The number of beams.
           prompts: The number of tokens of each prompt.
           max_tokens: The most tokens of an answer.
 
         Raises:
-          ValueError: There are several beams, or the draft model cannot represent the positions.
+          ValueError: The draft model cannot represent the positions.
         """
-        if beams > 1:
-            raise ValueError(
-                f"generate: beams is {beams} and the Generator has a draft, expected beams=1, or a "
-                "Generator without a draft."
-            )
         try:
             check_lengths(self.steps.model, prompts, max_tokens)
         except ValueError as error:

@@ -128,14 +128,13 @@ def test_adapters_of_latents_answer_as_without_a_cache(axes, devices8):
 
 
 @pytest.mark.slow
-def test_samples_penalties_and_beams_are_the_same_on_every_mesh(devices8):
+def test_samples_and_penalties_are_the_same_on_every_mesh(devices8):
     """OpenAI's penalties too, which the tests with transformers do not have."""
     del devices8
     model, found = Transformer(**SIZES), []
     options = (
         {"temperature": 1.0, "min_p": 0.1, "samples": 3, "repetition_penalty": 1.3},
         {"frequency_penalty": 0.7, "presence_penalty": 0.4, "logit_bias": {3: 1.0, 5: -1e9}},
-        {"beams": 3, "samples": 2, "frequency_penalty": 0.5},
     )
     for axes, fields in (({"data": 1}, {}), ({"data": 4}, {}), ({"data": 2, "model": 2}, SPLIT)):
         program = make_program(with_fields(model, **fields), axes)
@@ -145,33 +144,12 @@ def test_samples_penalties_and_beams_are_the_same_on_every_mesh(devices8):
         one = {**options[0], "samples": 1}
         again = generator.generate(state, PROMPTS, max_tokens=6, **one)
     assert found[0] == found[1] == found[2]
-    samples, penalized, beams = found[0]
-    assert [len(samples), len(penalized), len(beams)] == [9, 3, 6]
+    samples, penalized = found[0]
+    assert [len(samples), len(penalized)] == [9, 3]
     # The first sample does not depend on the number of samples, and the others differ from it.
     assert [answer.tokens for answer in again] == samples[::3]
     assert samples[0] != samples[1] != samples[2] != samples[0]
     assert not any(5 in tokens for tokens in penalized)
-
-
-@pytest.mark.slow
-def test_beams_move_a_cache_of_latents(devices8):
-    """Each beam has the probabilities that a forward pass gives to its tokens."""
-    del devices8
-    plain, found = Transformer(**nest_fields({**SIZES, **FAMILIES["latent"]})), []
-    for axes, fields in (({"data": 4}, {}), ({"data": 2, "model": 2}, SPLIT)):
-        program = make_program(with_fields(plain, **fields), axes)
-        state, generator = make_state(program), Generator(program, stop_tokens=())
-        answers = generator.generate(state, PROMPTS, max_tokens=6, beams=3, samples=3)
-        found.append([answer.tokens for answer in answers])
-    assert found[0] == found[1]
-    apply, params = jax.jit(plain.apply), jax.device_get(state.params)
-    for number, answer in enumerate(answers):
-        prompt = PROMPTS[number // 3]
-        tokens = np.array([*prompt, *answer.tokens])
-        logits = jax.nn.log_softmax(apply({"params": params}, tokens[None])[0])
-        places = np.arange(len(prompt), len(tokens))
-        expected = logits[places - 1, tokens[places]]
-        np.testing.assert_allclose(answer.log_probabilities, expected, atol=1e-5)
 
 
 @pytest.mark.slow
