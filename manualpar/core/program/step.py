@@ -30,6 +30,7 @@ from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.options import Nonfinite
 from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.gradients import Accumulation, CarryingLossFn, accumulate, unrolled
+from manualpar.core.modes.layer_loops import LayerLoops
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
@@ -124,6 +125,7 @@ class Step(Summarized):
       pipeline: Runs the minibatches in place of `schedule` if stages split the layers.
       nonfinite: What to do if a loss or a gradient is not finite, see `ProgramOptions`.
       rounding: How quantized gradients are rounded.
+      loops: Chooses how layers run, except in a pipeline.
     """
 
     strategy: Strategy
@@ -137,6 +139,7 @@ class Step(Summarized):
     pipeline: Pipelined | None = None
     nonfinite: Nonfinite = "ignore"
     rounding: GradientRounding = dataclasses.field(default_factory=GradientRounding)
+    loops: LayerLoops = dataclasses.field(default_factory=LayerLoops)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Makes one training step; returns the new state and the metrics of the batch."""
@@ -297,14 +300,18 @@ class Step(Summarized):
         return first, jax.tree.map(whole, divided, boxes, frozen)
 
     def _loss_that_regathers(self) -> CarryingLossFn:
-        """Returns the model's loss; if needed, its backward pass gathers parameters again."""
-        if not self._makes_weights_again:
+        """Returns the model's loss, with layers as `loops` chooses.
+
+        If needed, its backward pass gathers parameters again.
+        """
+        if not self._makes_weights_again and (self.pipeline or not self.loops.changes_layers):
             return self.model.train_loss
         return regather_for_backward(
             self.model.train_loss,
             keep_gathered=not self.strategy.reshard_after_forward,
             axes=self.strategy.regather_axes,
             check=functools.partial(check_derivatives, self.strategy.name),
+            loops=self.loops,
         )
 
     @property
