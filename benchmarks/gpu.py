@@ -19,8 +19,8 @@ each row. Each row runs in a process of its own. If the process crashes or takes
   for the chip (`parallel.overlap="auto"`). Then FSDP with kept parameters, data parallelism, stored
   logits, and each kind of attention.
 - *PyTorch*: FSDP2 with PyTorch's flash kernel, compiled as in torchtitan, in one process for each
-  device of one machine. PyTorch recomputes nothing, so this row needs `--remat none`. Without
-  PyTorch the row says so.
+  device of one machine. PyTorch saves what its compiler chooses, so this row needs `--remat auto`
+  or `none`. Without PyTorch the row says so.
 - The fast *tests* of this package on the accelerator, with matrix products in full float32; tests
   that need more devices are skipped. `--suite` chooses the test files.
 
@@ -76,6 +76,7 @@ from benchmarks.gpu_steps import (
     reason,
 )
 from benchmarks.results import note_conditions, write_results
+from manualpar.models.transformer import REMATS
 from manualpar.system.cluster import initialize
 from manualpar.system.cluster.agreement import from_first
 
@@ -160,7 +161,14 @@ class _Runner:
     def __init__(self, options: argparse.Namespace, given: Sequence[str]) -> None:
         self._options, self._given = options, list(given)
         # The processes of PyTorch need memory too.
-        self._environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | {**os.environ}
+        # XLA tries tiles for half a minute a row. The rows have the same products, so the processes
+        # of the later rows read what the first has found.
+        self._environment = {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "manualpar-gpu-tiles"),
+            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir",
+            **os.environ,
+        }
         if options.tiny:
             self._environment.setdefault("JAX_NUM_CPU_DEVICES", str(options.devices or 8))
         self.machine: Mapping[str, Any] = {}
@@ -197,6 +205,8 @@ def run_suite(files: Sequence[str], platform: str, *, limit: float) -> str:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", *files]
+    # Where it is installed, its warning beside xdist would be an error, as all warnings are.
+    command += ["-p", "no:benchmark"]
     try:
         ran = subprocess.run(
             command,
@@ -239,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", choices=("one", "gpu"), default="one")
     parser.add_argument("--chip", default="", help="the chip to plan for; by default that here")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--remat", default="none", choices=("none", "dots", "full"))
+    parser.add_argument("--remat", default="none", choices=REMATS)
     parser.add_argument("--attention", default="", help="kind of attention of most rows")
     parser.add_argument("--unrolled", action="store_true", help="do not scan the layers")
     parser.add_argument("--memory_share", type=float, default=0.6, help="for --batch_size 0")
@@ -265,8 +275,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if parser.parse_args(argv).tiny:
         parser.set_defaults(**TINY)
     options = parser.parse_args(argv)
-    if options.torch and options.remat != "none":
-        parser.error(f"--remat is {options.remat}, expected none for PyTorch's row, or --no-torch.")
+    if options.torch and options.remat not in ("auto", "none"):
+        parser.error(
+            f"--remat is {options.remat}, expected auto or none for PyTorch's row, or --no-torch."
+        )
     for name, least in (("rounds", 1), ("devices", 0), ("batch_size", 0)):
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name} is {value}, expected {least} or more.")
@@ -331,6 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := _check_machine(options, found):
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    found = dataclasses.replace(found, facts={**found.facts, "remat": options.remat})
     runner.machine = found.facts
     is_first = found.facts["process"] == 0
     rows: list[Row] = []

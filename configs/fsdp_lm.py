@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
     config.model.logit_soft_cap = 0.0  # soft limit of logits, such as 30.0; 0: none
     config.model.dropout_rate = 0.0
     config.model.dtype = "bfloat16"  # the dtype of computation; parameters are float32
-    config.model.remat = "none"  # recomputed in the backward pass: "none", "dots" or "full"
+    config.model.remat = "auto"  # recomputed in the backward pass: or "none", "dots", "full"
     config.model.scan_layers = False  # True: compiles one layer and runs it in a loop
     config.model.attention = ""  # "splash", "cudnn", "blockwise", "xla"; "": the best available
     config.model.attention_window = 0  # the number of positions that a query sees; 0: all

@@ -22,6 +22,7 @@ from manualpar.commands.results import (
     with_picture,
     write_json,
 )
+from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.errors import UsageError, nearest
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import STRATEGIES, check_closed_form
@@ -242,8 +243,10 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
 
 def _prepare(command: CommandLine) -> Experiment:
     """Builds the config's experiment for the devices of the topology."""
-    devices = command.flags.topology.abstract_devices
-    return prepare_planned(command.config, devices=devices, vocab_size=command.flags.vocab_size)
+    topology = command.flags.topology
+    devices: Any = {"devices": topology.abstract_devices}
+    with planned_memory(topology.chip.hbm_bytes):
+        return prepare_planned(command.config, **devices, vocab_size=command.flags.vocab_size)
 
 
 def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool:

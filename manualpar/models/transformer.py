@@ -23,7 +23,7 @@ only on differences of positions.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -32,11 +32,11 @@ import jax.numpy as jnp
 from flax.typing import In
 from jax.typing import DTypeLike
 
+from manualpar.core.modes.layer_loops import AUTO, AUTO_WRITTEN_OUT, CHOICES, REMAT_POLICIES
 from manualpar.layers import enter, split, split_lookup
-from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
-from manualpar.layers.boundaries import bound_axes
+from manualpar.layers.boundaries import bound_axes, platform_traced_for
 from manualpar.layers.field_groups import config_field, refuse, refuse_unknown
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.moe.experts import Experts
@@ -72,18 +72,8 @@ from manualpar.models.transformer_layer import Layer, normalize
 # Symbols: `B` examples, `S` positions, `D` hidden features, `H` features of a head, `L` layers.
 
 
-# Remat policy -> the values that a layer saves for its backward pass. `dots` saves the results of
-# products with weights. It does not save the scores of attention, which are the largest arrays: the
-# product of queries and keys has batch dimensions. `dots` and `full` also save the result of
-# attention, so that it need not be recomputed from scores.
-_KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
-REMAT_POLICIES: dict[str, Callable[..., bool]] = {
-    "none": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _KEPT
-    ),
-    "full": _KEPT,
-}
+# The values of the model's `remat`.
+REMATS = ("auto", *REMAT_POLICIES)
 
 
 class Angles(NamedTuple):
@@ -150,7 +140,7 @@ class LayerGroup(nn.Module):
 
     Attributes:
       config: The config of all layers, from which the config of each kind is made.
-      remat: See `REMAT_POLICIES`.
+      remat: See `Transformer`.
     """
 
     config: LayerConfig
@@ -252,7 +242,10 @@ def _run_loop(
 
 
 def _layer_class(remat: str, *, in_loop: bool) -> Any:
-    if remat == "none":
+    if remat == "auto" and platform_traced_for() in CHOICES:
+        mark = AUTO if in_loop else AUTO_WRITTEN_OUT
+        return nn.remat(Layer, policy=mark, prevent_cse=False)
+    if remat in ("auto", "none"):
         return Layer
     # In a loop XLA cannot merge a recomputation with the first computation, so no barrier is
     # needed.
@@ -400,7 +393,7 @@ def check_transformer(model: "Transformer") -> None:
     if not -1 <= model.bos_token < model.vocab_size:
         refuse(model, "bos_token", f"less than vocab_size={model.vocab_size}, or -1 for none")
     refuse_unknown(model, "activation", tuple(ACTIVATIONS))
-    refuse_unknown(model, "remat", tuple(REMAT_POLICIES))
+    refuse_unknown(model, "remat", REMATS)
     if not jnp.issubdtype(jnp.dtype(model.dtype), jnp.floating):
         refuse(model, "dtype", "a floating dtype such as 'bfloat16'")
     _check_groups(model)
@@ -617,7 +610,9 @@ class Transformer(nn.Module):
       dropout_rate: Share of the outputs of attention and MLP that is dropped in training.
       dtype: The floating-point dtype of the computation, or the name of this dtype.
       remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"` for
-        the whole layer, `"dots"` for everything except its products with weights.
+        the whole layer, `"dots"` for everything except its products with weights. With `"auto"` the
+        program chooses on GPUs and TPUs what is fastest and fits into memory, and may unroll the
+        loop over layers, see `manualpar.core.modes.layer_loops`; on CPUs it is `"none"`.
       scan_layers: Whether one layer is compiled and run in a loop, instead of each layer.
       bos_token: The token that begins a document; -1 if each sequence is one document. Attention
         does not cross document borders. The tokens before the first such token are a document too.
@@ -649,7 +644,7 @@ class Transformer(nn.Module):
     z_loss: float = 0.0
     dropout_rate: float = config_field(0.0, "", 0, below=1, required=True)
     dtype: DTypeLike = config_field("float32", choices=DTYPES, required=True)
-    remat: str = config_field("none", choices=tuple(REMAT_POLICIES), required=True)
+    remat: str = config_field("auto", choices=REMATS, required=True)
     scan_layers: bool = config_field(True, required=True)
     bos_token: int = -1
     annotate: bool = False

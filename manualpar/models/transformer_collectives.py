@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.mesh import platform_of
+from manualpar.core.modes.layer_loops import CHOICES
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import CAST_SCOPE, CONTEXT_SCOPE
 from manualpar.inspect.communication import Collective
@@ -120,7 +121,7 @@ class MinibatchCollectives:
       parameter_dtype: The dtype in which the model gets its parameters.
       passes: How often the layers' forward pass runs, without the runs of remat.
       recomputed: Whether the backward pass runs the layers' forward pass again; by default, if the
-        model has `remat`.
+        model's `remat` says so.
       lookups: How often the code before the layers runs.
       documents: The source of document numbers: `"given"` for the batch, `"counted"` for counting
         BOS tokens, `""` without documents.
@@ -165,7 +166,7 @@ class MinibatchCollectives:
             )
 
         self.context = activations(model.context.axis)
-        recomputed = model.remat != "none" if recomputed is None else recomputed
+        recomputed = model.remat in ("dots", "full") if recomputed is None else recomputed
         runs: Any = {"passes": passes, "recomputed": recomputed}
         if x := activations(split.axis):
             self.before += lookup_collectives(x, parameter_dtype, passes=lookups)
@@ -256,9 +257,20 @@ def _in_minibatch(program: Program, model: Transformer, *, passes: int) -> Minib
         (examples // program.num_minibatches, positions),
         parameter_dtype=program.comm.gather.dtype or stored,
         passes=passes,
+        recomputed=_is_recomputed(program, model),
         lookups=1 if program.pipeline is None else 2,
         documents="given" if is_given else "counted" if model.bos_token >= 0 else "",
     )
+
+
+def _is_recomputed(program: Program, model: Transformer) -> bool:
+    remat = model.remat
+    if remat == "auto":
+        choice = program.layer_choice
+        # In a pipeline the layers keep their mark, which is the policy `dots`.
+        in_pipeline = "dots" if platform_of(program.mesh) in CHOICES else "none"
+        remat = choice.remat if choice else in_pipeline
+    return remat != "none"
 
 
 def _has_documents(program: Program, model: Transformer) -> bool:

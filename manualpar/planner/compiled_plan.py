@@ -599,7 +599,8 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
         "wait for its end, and neither slows the other down.",
         *(slices if step.topology.num_slices > 1 else ()),
         f"Compiled with {options or 'no options but the defaults'}{why and f' ({why})'}; the links "
-        f"of the mesh axes: {step.facts['links'] or 'one node or one device'}.",
+        f"of the mesh axes: {step.facts['links'] or 'one node or one device'}."
+        + (f" Layers: {layers}." if (layers := step.facts.get("layers")) else ""),
     )
 
 

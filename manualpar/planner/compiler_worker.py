@@ -24,6 +24,7 @@ import ml_collections
 from jax.experimental import topologies
 
 from manualpar.core.mesh.mesh import describe_links
+from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.inspect import state_bytes
 from manualpar.layers.attention.kinds import Device, planned_device
 from manualpar.planner.hardware import chip_named, kernels_in
@@ -131,7 +132,8 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     if config.parallel.strategy not in strategy_kinds():
         runpy.run_path(request["strategy_file"])  # The strategy registers itself.
     chip = chip_named(request["chip"])
-    with contextlib.nullcontext() if chip.is_tpu else tracing_for(chip.device):
+    attention = contextlib.nullcontext() if chip.is_tpu else tracing_for(chip.device)
+    with attention, planned_memory(chip.hbm_bytes):
         experiment = prepare_planned(config, devices=devices, vocab_size=request["vocab_size"])
         program = experiment.program
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
@@ -202,6 +204,7 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
         ],
         "options": dict(experiment.chosen.options),
         "why_options": experiment.chosen.why,
+        "layers": str(program.layer_choice or ""),
         "state": {"parameters": parameters, "optimizer": optimizer, "batch": batch},
         "dtype": str(getattr(experiment.task.model, "dtype", "float32")),
         "examples_per_step": jax.tree.leaves(program.abstract_batch)[0].shape[0],

@@ -127,6 +127,7 @@ def experiment_facts(experiment: Experiment) -> Facts:
         "the hash of the first examples": _digest(x.tobytes() for x in jax.tree.leaves(batch)),
         "the mesh": _show(dict(program.mesh.shape)),
         "the compiler's options": str(experiment.chosen),
+        "how layers run": str(program.layer_choice or ""),
         "the hash of the state's names, shapes and layout": _digest(map(str.encode, layout)),
     }
 

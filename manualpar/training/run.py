@@ -282,6 +282,8 @@ def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console
     print_line(console, f"mesh: {_describe_mesh(mesh)}")
     if chosen := str(experiment.chosen):
         print_line(console, f"compiler options: {chosen}")
+    if choice := program.layer_choice:
+        print_line(console, f"layers: {choice}")
     for name in ("eval", "test"):
         split = getattr(dataset, name)
         if split is None or isinstance(split, BatchStream):
@@ -342,6 +344,7 @@ def _write_report(
         "strategy": f"{program.strategy.name}, mode {program.mode}",
         "mesh": _describe_mesh(program.mesh),
         "compiler options": experiment.chosen.describe(),
+        **({"layers": str(choice)} if (choice := program.layer_choice) else {}),
         "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
         "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
         **({"dtypes sent": codes} if (codes := describe_codes(program.comm)) else {}),

@@ -232,7 +232,7 @@ def test_devices_are_refused(flags, words, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--remat=full", "--remat is full, expected none"),
+        ("--remat=full", "--remat is full, expected auto or none"),
         ("--rounds=0", "--rounds is 0, expected 1 or more"),
         ("--limit=0", "--limit is 0, expected a positive number"),
         ("--rows=(", "expected a regular expression"),
@@ -259,7 +259,8 @@ def test_what_is_above_two_percent_is_said():
     assert gpu.excesses([plain, fsdp], MACHINE) == above
     assert "Held against plain jit: manual fsdp, manual fsdp, kept. Nothing" in _page(kept)
     on_gpu = {**MACHINE, "platform": "gpu"}
-    assert gpu.excesses([plain, manual(flops=1020.0, accessed=900.0)], on_gpu) == []
+    # XLA counts no operations of a call to cuBLAS.
+    assert gpu.excesses([plain, manual(flops=1194.0, accessed=900.0)], on_gpu) == []
     above = gpu.excesses([plain, manual(temporaries=1021, collectives={"all_reduce": 2})], on_gpu)
     assert above == [
         "manual dp: temporaries are 1.021 of plain jit's.",

@@ -158,7 +158,7 @@ CASES = (
     Case("dp", {"data": 1}, {"num_minibatches": 4}, slow=True),
     Case("dp", {"a": 2, "b": 4}, {**BOTH, "num_minibatches": 2, "use_scan": True}),
     Case("dp", DATA, {"init_args": init_args, "norm_metrics": True}),
-    Case("dp", DATA, {"nonfinite": "skip", "eval_dropout": True}),
+    Case("dp", DATA, {"nonfinite": "skip", "eval_dropout": True, "remat": "auto"}),
     Case("dp", DATA, {"reduce_code": "int8"}, tolerance=INT8),
     Case("dp", DATA, {"reduce_code": "int4", "error_feedback": True}, tolerance=INT4),
     Case("dp", DATA, {"axis_aliases": {"batch": "data"}}, "normed"),

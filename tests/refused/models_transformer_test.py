@@ -42,7 +42,7 @@ FIELDS = (
     ({"hidden_size": 12}, r"head_size is 0, expected an even .*num_heads is 3\)"),
     ({"rope_base": 1}, "Rotary: base is 1, expected more than 1"),
     ({"dropout_rate": 1.0}, "dropout_rate is 1.0, expected from 0"),
-    ({"remat": "all"}, "remat is 'all', expected one of 'none', 'dots', 'full'"),
+    ({"remat": "all"}, "remat is 'all', expected one of 'auto', 'none', 'dots', 'full'"),
     ({"attention": "flash"}, "Attention: kind is 'flash', expected one of '', 'splash', 'cu"),
     ({"attention_window": -1}, "Attention: window is -1, expected at least 1"),
     ({"attention_soft_cap": -0.5}, "Attention: soft_cap is -0.5, expected more than 0"),

@@ -36,6 +36,7 @@ REFUSED = [
     *rows(
         "fsdp",
         build_fsdp,
+        ({"remat": "dots"}, r"fsdp: remat='dots', expected one of 'model', 'auto'"),
         ({"mode": "gspmd"}, r"fsdp: mode='gspmd', expected one of 'manual', 'auto', "),
         ({"communicate_every": "layer"}, r"'layer', expected one of 'minibatch', 'step'"),
         ({"keep_gathered": ("outptu",)}, r"keep_gathered names 'outptu', .* 'output_dense'"),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import AxisName
+from manualpar.core.modes.layer_loops import Remat
 from manualpar.core.modes.strategy import ModeName, Stages
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
@@ -341,6 +342,13 @@ class ProgramOptions(TypedDict, total=False):
         refused by its path. With dropout on, masks depend on the device, in a pipeline on the
         microbatch, and on `state.rng`, which changes in each step. To draw several samples of one
         state, replace its key: `state.replace(rng=key)`.
+      remat: What the backward pass computes again in the model's loops over layers (`nn.scan`,
+        `nnx.scan` and `jax.lax.scan` over parameters). `"model"`: what the model says, by
+        `jax.checkpoint`; a loop without it keeps every intermediate array, also float32 copies.
+        `"auto"`: on GPUs and TPUs, the program chooses for each loop without a checkpoint what is
+        fastest and fits into the device's memory, see `manualpar.core.modes.layer_loops`; on CPUs
+        nothing changes. A `Transformer` chooses by its own field `remat`, and a pipeline by its
+        `keep`.
       compiler_options: XLA's options for the training and the evaluation step, by name, see
         `manualpar.core.mesh.compiler_options`.
     """
@@ -406,6 +414,7 @@ class ProgramOptions(TypedDict, total=False):
     nonfinite: Annotated[Nonfinite, Option("ignore")]
     sync_collections: Annotated[Mapping[str, CollectionSync], Option({})]
     eval_dropout: Annotated[bool, Option(False)]
+    remat: Annotated[Remat, Option("model")]
     compiler_options: Annotated[
         Mapping[str, Any], Option({}, expected="a dict of names and values")
     ]

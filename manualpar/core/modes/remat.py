@@ -12,7 +12,8 @@ other residuals are saved as autodiff would save them. Code in the user's own `j
 (`nn.remat`) is recomputed by the user's policy, except that weights are saved if they were gathered
 over slow links (axes over which the backward pass does not gather again). The body of a scan and
 the branches of a `cond` are treated like the program around them. So a scan over layers also
-gathers one layer at a time in its backward pass.
+gathers one layer at a time in its backward pass. The same walk runs layers as
+`manualpar.core.modes.layer_loops` chooses.
 """
 
 import functools
@@ -27,6 +28,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.tree_util import Partial
 
 from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.modes.layer_loops import (
+    REMAT_POLICIES,
+    ChosenLayers,
+    LayerLoops,
+    is_marked,
+    unrolled_scan,
+)
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.jaxprs import (
     CALLS,
@@ -73,6 +81,7 @@ def regather_for_backward(
     keep_gathered: bool = False,
     axes: tuple[str, ...] | None = None,
     check: Callable[[Jaxpr], None] = lambda jaxpr: None,
+    loops: LayerLoops | None = None,
 ) -> Callable[..., Any]:
     """Makes the backward pass of a function gather and dequantize parameters again.
 
@@ -83,6 +92,8 @@ def regather_for_backward(
       axes: The mesh axes over which to gather again; `None` for all axes. Arrays gathered over the
         other axes are saved in the format in which they were received.
       check: Called with the traced function, before anything differentiates it.
+      loops: Chooses how layers run; by default they run as the function says. The parameters are
+        the function's first argument.
 
     Returns:
       The function, with the same values and gradients.
@@ -91,12 +102,15 @@ def regather_for_backward(
       The backward pass has one more all-gather for each parameter whose value it needs. (It does
       not need the value of a bias or of the first layer's kernel.)
     """
-    is_repeated = _IsRepeated(keep_gathered, axes)
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         check(closed.jaxpr)
+        layers = ChosenLayers()
+        if loops is not None:
+            layers = loops.choose(closed.jaxpr, len(jax.tree.leaves(args[0])))
+        is_repeated = _IsRepeated(keep_gathered, axes, layers)
         out = _regathering(closed, is_repeated, in_loop=False)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -104,10 +118,14 @@ def regather_for_backward(
 
 
 class _IsRepeated(NamedTuple):
-    """Selects the equations that gather or dequantize weights, which the backward pass repeats."""
+    """Selects the equations that gather or dequantize weights, which the backward pass repeats.
+
+    `layers` selects those that run in another way than the program says.
+    """
 
     keep_gathered: bool
     axes: tuple[str, ...] | None
+    layers: ChosenLayers = ChosenLayers()
 
     def __call__(self, eqn: Any) -> bool:
         name_stack = str(eqn.source_info.name_stack)
@@ -129,7 +147,8 @@ def _regathering(
     closed: ClosedJaxpr, is_repeated: _IsRepeated, *, in_loop: bool
 ) -> Callable[..., list[Any]]:
     """Turns a traced program into a function whose backward pass makes the weights again."""
-    if not _makes_weights(closed.jaxpr, is_repeated):
+    is_changed = any(map(is_repeated.layers.changes, closed.jaxpr.eqns))
+    if not is_changed and not _makes_weights(closed.jaxpr, is_repeated):
         return jaxpr_as_fun(closed)
     evaluate = functools.partial(_evaluate, closed, functools.partial(_nested, is_repeated))
     is_outside_loops = _makes_weights(closed.jaxpr, is_repeated, but_not_in=LOOPS)
@@ -160,9 +179,43 @@ def _evaluate(
 def _nested(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
     """Returns a replacement for a call, or for a loop or checkpoint with weights; else `None`."""
     name = eqn.primitive.name
-    if name in CALLS or (name in LOOPS | REMAT_PRIMITIVES and _makes_inside(eqn, is_repeated)):
+    if name in CALLS:
         return functools.partial(_run_nested, name, eqn.params, is_repeated)
+    if name in LOOPS | REMAT_PRIMITIVES:
+        if is_repeated.layers.changes(eqn):
+            return functools.partial(_run_layers, eqn, is_repeated)
+        if _makes_inside(eqn, is_repeated):
+            return functools.partial(_run_nested, name, eqn.params, is_repeated)
     return None
+
+
+def _run_layers(eqn: Any, is_repeated: _IsRepeated, *args: Any) -> Any:
+    """Runs a loop over layers, or a layer with a mark, as `is_repeated.layers` chooses."""
+    name, params, layers = eqn.primitive.name, eqn.params, is_repeated.layers
+    if is_marked(eqn):
+        return _with_policy(ClosedJaxpr(params["jaxpr"], ()), is_repeated, params["prevent_cse"])(
+            *args
+        )
+    if name != "scan":
+        return _run_nested(name, params, is_repeated, *args)
+    is_unrolled, body = layers.unrolls(eqn), params["jaxpr"]
+    if id(eqn) not in layers.loops:
+        layer = _regathering(body, is_repeated, in_loop=not is_unrolled)
+    else:
+        layer = _with_policy(body, is_repeated, is_unrolled)
+    return unrolled_scan(layer, params, args) if is_unrolled else _run_scan(layer, params, args)
+
+
+def _with_policy(
+    closed: ClosedJaxpr, is_repeated: _IsRepeated, prevent_cse: bool
+) -> Callable[..., Any]:
+    """Returns a layer whose backward pass computes again as `is_repeated.layers` chooses."""
+    assert is_repeated.layers.choice is not None
+    remat = is_repeated.layers.choice.remat
+    if remat == "none":
+        return _regathering(closed, is_repeated, in_loop=not prevent_cse)
+    params = {"jaxpr": closed, "policy": REMAT_POLICIES[remat], "prevent_cse": prevent_cse}
+    return functools.partial(_run_nested, "checkpoint", params, is_repeated)
 
 
 def _run_nested(name: str, params: dict[str, Any], is_repeated: _IsRepeated, *args: Any) -> Any:
@@ -174,14 +227,21 @@ def _run_nested(name: str, params: dict[str, Any], is_repeated: _IsRepeated, *ar
         policy = jax.checkpoint_policies.save_from_both_policies(
             params["policy"] or jax.checkpoint_policies.nothing_saveable, is_repeated.is_saved
         )
-        function = jaxpr_as_fun(ClosedJaxpr(params["jaxpr"], ()))
+        closed = params["jaxpr"]
+        closed = closed if isinstance(closed, ClosedJaxpr) else ClosedJaxpr(closed, ())
+        function = jaxpr_as_fun(closed)
         return jax.checkpoint(function, policy=policy, prevent_cse=params["prevent_cse"])(*args)
     if name == "cond":
         branches = [_regathering(x, is_repeated, in_loop=True) for x in params["branches"]]
         return jax.lax.switch(args[0], branches, *args[1:])
+    return _run_scan(_regathering(params["jaxpr"], is_repeated, in_loop=True), params, args)
+
+
+def _run_scan(
+    body: Callable[..., list[Any]], params: dict[str, Any], args: Sequence[Any]
+) -> list[Any]:
     first, size = scan_sizes(params)
     consts, carry, xs = args[:first], [*args[first:][:size]], args[first + size :]
-    body = _regathering(params["jaxpr"], is_repeated, in_loop=True)
 
     def iteration(carry: Any, xs: Any) -> Any:
         out = body(*consts, *carry, *xs)

@@ -11,6 +11,7 @@ jits the functions (`_assemble`). This uses no device, so the mesh may be abstra
 import abc
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol, cast
@@ -21,6 +22,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
+from manualpar.core.mesh.mesh import platform_of
 from manualpar.core.mesh.mesh_context import (
     OutsideMeshes,
     cannot_pickle,
@@ -37,6 +39,7 @@ from manualpar.core.model.options import (
 from manualpar.core.model.trace_model import TracedModel, trace_model
 from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
 from manualpar.core.modes.gradients import scanned, unrolled
+from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, memory_of
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName, Pipelined, Strategy
@@ -403,6 +406,11 @@ class Program(Summarized, StartsFromArrays):
         raise cannot_pickle("a Program")
 
     @property
+    def layer_choice(self) -> LayerChoice | None:
+        """How layers run if the program chose it, see `manualpar.core.modes.layer_loops`."""
+        return self.step.loops.choice
+
+    @property
     def model(self) -> TracedModel:
         """The model and its loss, as the program calls them."""
         return self.step.model
@@ -559,6 +567,8 @@ def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOp
     """Jits the functions of a step and makes a program of them."""
     compiler_options = dict(options["compiler_options"]) or None
     jitted = JittedSteps(options["mesh"], states.layout, states.padded, compiler_options)
+    loops = _layer_loops(step, jitted, options["remat"])
+    step = dataclasses.replace(step, loops=loops)
     infos, placements = map(jax.tree.leaves, (step.model.parameters, step.placements))
     return Program(
         strategy=step.strategy,
@@ -578,6 +588,31 @@ def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOp
         train_step=jitted.jit_train_step(step.train),
         eval_step=jitted.jit_eval_step(step.evaluate),
         step=step,
+    )
+
+
+def _layer_loops(step: Step, jitted: JittedSteps, option: Remat) -> LayerLoops:
+    """Returns what the choice of how layers run depends on."""
+    state = jitted.abstract_state
+
+    def shards(tree: Any) -> int:
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+            if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+        )
+
+    held = shards(state) + shards(state.params)  # Gradients are as large as parameters.
+    strategy, dtype = step.strategy, step.mode.comm.gather.dtype
+    if strategy.gather_every == "step" or not strategy.reshard_after_forward:
+        sizes = ((math.prod(x.shape), x.dtype) for x in jax.tree.leaves(state.params))
+        held += sum(size * jnp.dtype(dtype or own).itemsize for size, own in sizes)
+    return LayerLoops(
+        option=option,
+        platform=platform_of(jitted.mesh),
+        memory_bytes=memory_of(jitted.mesh),
+        held_bytes=held,
+        parts=1 if step.mode.writes_collectives else jitted.mesh.size,
     )
 
 

@@ -32,6 +32,7 @@ from manualpar.core.model.loss_function import LearnedCountError
 from manualpar.core.model.options import Nonfinite
 from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.gradients import Accumulation, CarryingLossFn, accumulate, unrolled
+from manualpar.core.modes.layer_loops import LayerLoops
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
@@ -126,6 +127,7 @@ class Step(Summarized):
       pipeline: Runs the minibatches in place of `schedule` if stages split the layers.
       nonfinite: What to do if a loss or a gradient is not finite, see `ProgramOptions`.
       rounding: How quantized gradients are rounded.
+      loops: Chooses how layers run, except in a pipeline.
     """
 
     strategy: Strategy
@@ -139,6 +141,7 @@ class Step(Summarized):
     pipeline: Pipelined | None = None
     nonfinite: Nonfinite = "ignore"
     rounding: GradientRounding = dataclasses.field(default_factory=GradientRounding)
+    loops: LayerLoops = dataclasses.field(default_factory=LayerLoops)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Makes one training step; returns the new state and the metrics of the batch."""
@@ -328,14 +331,18 @@ class Step(Summarized):
         return first, jax.tree.map(whole, divided, boxes, frozen)
 
     def _loss_that_regathers(self, loss: CarryingLossFn) -> CarryingLossFn:
-        """Makes the backward pass of a loss gather parameters again, if needed."""
-        if not self._makes_weights_again:
+        """Makes the layers of a loss run as `loops` chooses.
+
+        If needed, its backward pass gathers parameters again.
+        """
+        if not self._makes_weights_again and (self.pipeline or not self.loops.changes_layers):
             return loss
         return regather_for_backward(
             loss,
             keep_gathered=not self.strategy.reshard_after_forward,
             axes=self.strategy.regather_axes,
             check=functools.partial(check_derivatives, self.strategy.name),
+            loops=self.loops,
         )
 
     @property

@@ -24,12 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from manualpar.core.modes.layer_loops import ATTENDED as ATTENDED  # For all attention here.
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.scopes import blocks_scope
 from manualpar.layers.boundaries import platform_traced_for
 
-# The checkpoint name of attention's result, for rematerialisation policies.
-ATTENDED = "attended"
 MASKED = -1e30  # Not -inf, because a query may see no key of a block, and -inf minus -inf is NaN.
 # The largest number of positions of a block. With the smaller number for CPUs, the scores of a pair
 # of blocks fit into a core's cache.
