@@ -42,12 +42,12 @@ _PROCESSES = "several processes only: slow tests in agreement_test"
 LEFT_ALONE: Mapping[str, str] = {
     "core.parameters.collectives:is_vma_checked:axis_index": "only its type is read",
     "core.modes.global_arrays:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
-    "core.model.probe:*": _TRACED,
+    "core.model.loops:_Probe.*": _TRACED,
     "core.program.step:Step.loss_only.*": "traced for what the loss differentiates; it never runs",
-    "core.model.initialise:*": _TRACED,
+    "core.model.trace_model:trace.*": _TRACED,
     "training.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
     "system.cluster.agreement:*": _PROCESSES,
-    "layers.moe.expert_exchange:_exchange_ragged:*": "not on CPUs: slow tests",
+    "layers.moe.moe:_exchange_ragged:*": "not on CPUs: slow tests",
     "core.state.state_arrays:to_host:*": _PROCESSES,
 }
 
@@ -66,11 +66,13 @@ EQUIVALENT: Mapping[str, str] = {
         f"{module}:*:{kind}": _ONE_AXIS
         for module in (
             "layers.attention.context",
-            "layers.attention.ring_attention",
             "layers.attention.chunked_attention",
             "layers.pipeline.*",
-            "core.mesh.zigzag",
         )
+        for kind in ("drop-last-axis", "reverse-axes")
+    },
+    **{
+        f"core.mesh.splitting:to_zigzag*:{kind}": _ONE_AXIS
         for kind in ("drop-last-axis", "reverse-axes")
     },
     "*:pmean:reverse-axes": _SAME_SET,
@@ -79,7 +81,7 @@ EQUIVALENT: Mapping[str, str] = {
     "*:sync_*:reverse-axes": _SAME_SET,
     "*:reduce_gradient:reverse-axes": _SAME_SET,
     "*:ppermute:reverse-axes": "jax takes the axes of a permute in the order of the mesh",
-    "core.modes.nonfinite:find_nonfinite:psum:times-2": _ONLY_ZERO,
+    "core.program.step:find_nonfinite:psum:times-2": _ONLY_ZERO,
     "layers.moe.routing:auxiliary_loss:psum:times-2": _ONLY_ZERO,
     "layers.moe.routing:auxiliary_loss:psum:over-size": _ONLY_ZERO,
     "layers.moe.routing:load_balance_loss:total:times-2": "the choices are divided by their sum",
@@ -89,9 +91,9 @@ EQUIVALENT: Mapping[str, str] = {
     "layers.moe.routing:moved_bias:psum:times-2": _ONLY_SIGN,
     "layers.moe.routing:moved_bias:psum:over-size": _ONLY_SIGN,
     "models.transformer:*:cumsum:times-2": _SAME_ORDER,
-    "layers.pipeline.stage_work:_summed.cast:cast_to_varying:delete": _CAST_LATER,
-    "core.mesh.rng:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
-    "core.mesh.rng:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
+    "layers.pipeline.executor:_summed.cast:cast_to_varying:delete": _CAST_LATER,
+    "core.mesh.splitting:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
+    "core.mesh.splitting:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
     "core.model.split_dropout:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
     "core.model.split_dropout:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
     "core.modes.manual:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
