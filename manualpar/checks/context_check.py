@@ -27,10 +27,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from manualpar.checks.shard_operations import (
-    CASTS,
     Reason,
     ValueNumbers,
     WrongOnShardsError,
+    cast_values,
     check_operation,
     check_same_operation,
     inner_programs,
@@ -627,10 +627,12 @@ class SequenceWalk:
             if not used.isdisjoint(eqn.outvars):
                 live.append(eqn)
                 used.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+        casts = cast_values(jaxpr)
+        self._aliases |= casts
         for eqn in reversed(live):
-            if eqn.primitive.name in CASTS:
-                self._aliases.update(zip(eqn.outvars, map(self._origin, eqn.invars), strict=True))
-            elif not stands_in(eqn, _SCOPES):
+            if not casts.keys().isdisjoint(eqn.outvars):
+                continue
+            if not stands_in(eqn, _SCOPES):
                 yield eqn
             elif path is not None:
                 with self._naming(eqn, path):

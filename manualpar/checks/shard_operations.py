@@ -313,6 +313,24 @@ def paired(shards: Iterator[Any], whole: Iterator[Any]) -> Iterator[tuple[Any, A
     yield from ((None, whole_eqn) for whole_eqn in whole if not _is_broadcast(whole_eqn))
 
 
+def cast_values(jaxpr: Jaxpr) -> dict[Any, Any]:
+    """Returns, for each result of a cast in a program, the variable or the number that was cast.
+
+    A conversion of a number counts as a cast. jax 0.12 casts the number in `2 * x` to varying if
+    the type of `x` varies, and then converts it; otherwise it writes the converted number.
+    """
+    values: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        found = [x if isinstance(x, jex.Literal) else values.get(x, x) for x in eqn.invars]
+        if eqn.primitive.name in CASTS:
+            values.update(zip(eqn.outvars, found, strict=True))
+        elif eqn.primitive.name == "convert_element_type" and isinstance(found[0], jex.Literal):
+            [result] = eqn.outvars
+            number = np.asarray(found[0].val).astype(eqn.params["new_dtype"])
+            values[result] = Literal(number, result.aval)
+    return values
+
+
 def check_same_operation(eqn: Any, whole_eqn: Any) -> None:
     """Refuses a pair from `paired` if its two operations are not the same."""
     if eqn is None or whole_eqn is None or eqn.primitive is not whole_eqn.primitive:

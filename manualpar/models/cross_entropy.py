@@ -79,7 +79,7 @@ def takes_labels(apply_fn: Callable[..., Any]) -> bool:
 
 
 def mixture_of_experts_loss(
-    params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
+    params: Any, apply_fn: Callable[..., Any], batch: Batch, rng: jax.Array
 ) -> tuple[Metrics, Metrics]:
     """Computes `language_model_loss` plus the losses that balance the load of experts.
 

@@ -322,7 +322,7 @@ class LayerConfig:
 
 
 # -------------------------------------------------------------------------------------------------
-# Products of layers that may be split over a mesh axis, and the names of their dims.
+# Products and norms of layers that may be split over a mesh axis, and the names of their dims.
 
 
 # The logical names of the dims that are split over the axis.
@@ -339,6 +339,28 @@ def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
 def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
     """Returns `axis` for each dim name that layers split, and `None` for all other dims."""
     return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
+
+
+class _UsedInFloat32(nn.Module):
+    """A module that uses its parameters in float32, though they may be gathered in bfloat16.
+
+    Devices along an axis may have different positions. Then autodiff sums the gradients of the
+    parameters in the dtype in which they meet the positions. Without the cast jax 0.12 sums them in
+    bfloat16, and jax 0.10 in float32.
+    """
+
+    @nn.nowrap
+    def param(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes a parameter as flax does, and returns it in float32."""
+        return super().param(*args, **kwargs).astype(jnp.float32)
+
+
+class RMSNorm(_UsedInFloat32, nn.RMSNorm):
+    """Flax's RMSNorm, with its scale in float32."""
+
+
+class LayerNorm(_UsedInFloat32, nn.LayerNorm):
+    """Flax's LayerNorm, with its scale and bias in float32."""
 
 
 def make_product(

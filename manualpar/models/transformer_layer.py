@@ -36,6 +36,8 @@ from manualpar.models.layer_config import (
     ACTIVATIONS,
     DimNames,
     LayerConfig,
+    LayerNorm,
+    RMSNorm,
     make_product,
     marked,
     split_dims,
@@ -189,7 +191,7 @@ class Expand(nn.Module):
 
 def _latent_norm(name: str, config: LayerConfig) -> nn.Module:
     init = marked(nn.initializers.ones, (None,), annotate=config.annotate)
-    norm: nn.Module = nn.RMSNorm(EPSILON, dtype=config.dtype, scale_init=init, name=name)
+    norm: nn.Module = RMSNorm(EPSILON, dtype=config.dtype, scale_init=init, name=name)
     return norm
 
 
@@ -382,7 +384,7 @@ class OffsetNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes `[..., D]` over its last dim."""
         scale_D = self.param("scale", self.scale_init, (x.shape[-1],), jnp.float32)
-        factor = 1 + scale_D.reshape((1,) * (x.ndim - 1) + scale_D.shape)
+        factor = 1 + scale_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale_D.shape)
         unit = nn.RMSNorm(self.epsilon, dtype=jnp.float32, use_scale=False, name="unit")(x)
         return (unit * factor).astype(self.dtype)
 
@@ -461,7 +463,7 @@ def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
     init = marked(initial, (dim_name,), annotate=config.annotate)
     if config.norm.kind == "layer":
         zeros = marked(nn.initializers.zeros, (dim_name,), annotate=config.annotate)
-        return nn.LayerNorm(
+        return LayerNorm(
             config.norm.epsilon,
             dtype=config.dtype,
             use_bias=config.norm.bias,
@@ -470,7 +472,7 @@ def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
             use_fast_variance=False,
             name=name,
         )
-    kind: Any = OffsetNorm if config.norm.offset else nn.RMSNorm
+    kind: Any = OffsetNorm if config.norm.offset else RMSNorm
     norm: nn.Module = kind(config.norm.epsilon, dtype=config.dtype, scale_init=init, name=name)
     return norm
 

@@ -120,6 +120,12 @@ class Adapts(nn.Module):
         return x - 0.1 * jax.grad(lambda shift: jnp.square(x + shift).sum())(shift)
 
 
+def turned(x: jax.Array) -> jax.Array:
+    """Multiplies by a number and an angle, whose type varies over the context axis alone."""
+    angles = jnp.sin(Context("context").positions(x.shape[1]).astype(jnp.float32))
+    return x * (2 * angles)[None, :, None]
+
+
 RIGHT = {
     "a position by itself": Net(),
     "scanned": Net(nn.remat(Layers)()),
@@ -130,6 +136,7 @@ RIGHT = {
     "a loop from a parameter": Net(Begins()),
     "a gradient with respect to a parameter": Net(Adapts()),
     "a kernel of one": Net(nn.Conv(16, (1,))),
+    "a number times an angle": Net(turned),
 }
 
 

@@ -3,7 +3,10 @@
 import configparser
 import os
 import re
+import shutil
 import subprocess
+
+import pytest
 
 from tests.paths import ROOT
 
@@ -11,7 +14,7 @@ from tests.paths import ROOT
 def test_actions_are_named_by_the_hash_of_a_commit():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     uses = re.findall(r"uses: (.*)", text)
-    assert len(uses) == 7
+    assert len(uses) == 9
     for use in uses:
         assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v[\d.]+", use)
 
@@ -28,6 +31,38 @@ def test_two_hosts_are_tried_by_root_alone_and_the_others_are_told_so(tmp_path):
     )
     assert (done.returncode, done.stdout) == (77, "")
     assert re.fullmatch(r"tests/cluster/run cannot run here: .* needs root\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("has", "found"),
+    [
+        ({"bin/python3.13": 127, "pyenv/versions/3.13.0/bin/python3.13": 0}, 1),  # A shim.
+        ({"bin/python3.13": 0, "bin/python3.12": 0, "bin/python3": 0}, 0),
+        ({"bin/python3.13": 1, "pyenv/versions/3.12.1/bin/python3.12": 0, "bin/python3.11": 0}, 1),
+        ({"bin/python3.10": 0, "bin/python3": 1}, None),
+    ],
+)
+def test_the_newest_python_that_runs_is_found(tmp_path, has, found):
+    """Each program of `has` ends with the code that is given, whatever is asked of it."""
+    for name, code in has.items():
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/sh\nexit {code}\n")
+        program.chmod(0o755)
+    for tool in ("bash", "dirname", "sed", "sort"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    done = subprocess.run(
+        [ROOT / ".ci" / "find-python"],
+        env={"PATH": str(tmp_path / "bin"), "PYENV_ROOT": str(tmp_path / "pyenv")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    if found is None:
+        assert done.returncode == 1
+        assert "no Python 3.13 3.12 3.11 on PATH" in done.stderr
+    else:
+        assert done.stdout == f"{tmp_path / list(has)[found]}\n"
 
 
 def test_the_lock_has_each_dependency_once_with_a_version_and_a_hash():

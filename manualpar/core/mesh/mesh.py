@@ -138,7 +138,8 @@ def _wraps(array: np.ndarray) -> np.ndarray:
     """Returns the number of hops around each dimension of a slice; `FAR` if it has no ring."""
     sides = np.ptp(_coords_of(array).reshape(-1, len(NAMES)), 0) + 1
     is_flat = any(word in array.flat[0].device_kind for word in FLAT)
-    closed = [*closed_sides(sides[:-1], is_flat=is_flat), False]  # The last side counts cores.
+    closed = closed_sides(sides[:-1].tolist(), is_flat=is_flat)
+    closed.append(False)  # The last side counts cores.
     return np.where(closed, sides, FAR)
 
 

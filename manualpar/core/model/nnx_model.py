@@ -763,10 +763,12 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a module's call, in `nnx.Sequential` of the first layer's call."""
+    """Returns the parameters that keywords of a call reach: `nnx.Sequential` hands keywords on."""
+    own = _parameters(call)
     module = getattr(call, "__self__", None)
     if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
-        return _parameters(call)
-    first = module.layers[0]
-    first = first.__call__ if isinstance(first, nnx.Module) else first
-    return {**_parameters_of_call(first), "rngs": _parameters(call)["rngs"]}
+        return own
+    layers = [each.__call__ if isinstance(each, nnx.Module) else each for each in module.layers]
+    if "rngs" in own:  # An older flax hands `rngs` to every layer, other keywords to the first.
+        return {**_parameters_of_call(layers[0]), "rngs": own["rngs"]}
+    return {name: x for layer in layers for name, x in _parameters_of_call(layer).items()}

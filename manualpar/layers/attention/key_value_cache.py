@@ -21,6 +21,7 @@ value heads, `G` query heads that share a key head, `H` features of a head.
 Invariants: keys are rotated before they are kept. Scores and their softmax are float32.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -146,17 +147,16 @@ def attend_to_kept(
     B, S, N, H = query.shape
     C, K = kept[0].shape[1:3]
     query_BSKGH = query.reshape(B, S, K, -1, H)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def score(keys_BXKH: jax.Array, is_seen_BSX: jax.Array) -> jax.Array:
-        added = {"preferred_element_type": jnp.float32}
-        scores = jnp.einsum("bskgh,bxkh->bksgx", query_BSKGH, keys_BXKH, **added) * H**-0.5
+        scores = einsum("bskgh,bxkh->bksgx", query_BSKGH, keys_BXKH) * H**-0.5
         if scoring.soft_cap is not None:
             scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
         return jnp.where(is_seen_BSX[:, None, :, None], scores, MASKED)
 
     def mix(weights_BKSGX: jax.Array, values_BXKH: jax.Array) -> jax.Array:
-        added = {"preferred_element_type": jnp.float32}
-        return jnp.einsum("bksgx,bxkh->bskgh", weights_BKSGX, values_BXKH, **added)
+        return einsum("bksgx,bxkh->bskgh", weights_BKSGX, values_BXKH)
 
     first_BS1 = jnp.maximum(past.start, 0)[..., None]
     if scoring.window is not None:

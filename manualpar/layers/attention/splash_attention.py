@@ -383,7 +383,8 @@ def _run_with(
 
     for eqn in reversed(eqns):
         if _is_named(eqn):
-            out = [next(x for x in replacements if x.shape == eqn.outvars[0].aval.shape)]
+            named: Any = eqn.outvars[0].aval  # Of an array, though jax annotates any type.
+            out = [next(x for x in replacements if x.shape == named.shape)]
         else:
             operands = list(map(read, eqn.invars))
             if eqn.primitive.name in CALLS:

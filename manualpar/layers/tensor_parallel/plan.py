@@ -34,7 +34,7 @@ import dataclasses
 import difflib
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -47,9 +47,9 @@ from flax.errors import FlaxError
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from manualpar.checks.shard_operations import (
-    CASTS,
     Reason,
     WrongOnShardsError,
+    cast_values,
     check_operation,
     check_same_operation,
     inner_programs,
@@ -289,15 +289,15 @@ def _compare(
     """
     summed = {path} if is_sum else set[str]()  # The modules whose products are terms of a sum.
     constants: dict[Any, Any] = {}
+    casts: dict[Any, Any] = {}
     jaxprs: list[Jaxpr] = []
     for program in (shards, whole):
         if isinstance(program, ClosedJaxpr):
             constants.update(zip(program.jaxpr.constvars, program.consts, strict=True))
         jaxprs.append(program.jaxpr if isinstance(program, ClosedJaxpr) else program)
-        for eqn in jaxprs[-1].eqns:
-            if eqn.primitive.name in CASTS:
-                constants[eqn.outvars[0]] = _constant(eqn.invars[0], constants)
-    for one, other in paired(*map(_checked_equations, jaxprs)):
+        casts |= cast_values(jaxprs[-1])
+    constants |= {cast: _constant(value, constants) for cast, value in casts.items()}
+    for one, other in paired(*(_checked_equations(jaxpr, casts) for jaxpr in jaxprs)):
         where = "/".join(filter(None, (path, module_of_equation(one or other, _SCOPES))))
         try:
             check_same_operation(one, other)
@@ -325,12 +325,16 @@ def _is_linear(eqn: Any) -> bool:
     return is_scaling or eqn.primitive.name in _LINEAR
 
 
-def _checked_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the equations that come neither from a planned module nor from this package."""
+def _checked_equations(jaxpr: Jaxpr, casts: Collection[Any]) -> Iterator[Any]:
+    """Yields the equations that come neither from a planned module nor from this package.
+
+    `casts` are the results of casts, which are not yielded.
+    """
     for eqn in jaxpr.eqns:
         is_trusted = stands_in(eqn, _TRUSTED_SCOPES)
         # `enter` and `leave` use an axis_index to find out whether types are checked.
-        if not is_trusted and eqn.primitive.name not in (*CASTS, "axis_index"):
+        is_cast = any(x in casts for x in eqn.outvars)
+        if not (is_trusted or is_cast or eqn.primitive.name == "axis_index"):
             yield eqn
 
 

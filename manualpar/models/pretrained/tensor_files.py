@@ -173,7 +173,7 @@ def _runs(
         np.arange(high - low) * stride for (low, high), stride in zip(bounds, strides, strict=True)
     ][:run]
     places = functools.reduce(np.add.outer, steps, np.array(place.start + sum(starts))).ravel()
-    data = memoryview(value.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    data = value.reshape(-1).view(np.uint8).data
     size = len(data) // places.size
     for number, at in enumerate(places.tolist()):
         yield at, data[number * size : (number + 1) * size]

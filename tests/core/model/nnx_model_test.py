@@ -259,6 +259,10 @@ def in_a_row(rngs):
     return nnx.Sequential(Told(rngs), nnx.Linear(32, 32, rngs=rngs), Told(rngs))
 
 
+def only_the_last(rngs):
+    return nnx.Sequential(nnx.Linear(32, 32, rngs=rngs), Told(rngs))
+
+
 def drop_inner(module, x, rngs):
     return module.inner.dropout(x, rngs=rngs)
 
@@ -274,6 +278,8 @@ def drop_inner(module, x, rngs):
         (Wrapped, {"method": drop_inner}, lambda m, rngs: m.inner.dropout(X, rngs=rngs)),
         (Wrapped, {"method": lambda m, x: m.inner.up(x)}, lambda m, rngs: m.inner.up(X)),
         (in_a_row, {"train": True}, lambda m, rngs: m(X, rngs=rngs)),
+        (only_the_last, {"train": True}, lambda m, rngs: m(X, rngs=rngs)),
+        (lambda rngs: nnx.Sequential(in_a_row(rngs)), {}, lambda m, rngs: m(X, rngs=rngs)),
     ],
 )
 @pytest.mark.parametrize("form", ["keys", "rngs", "key"])
