@@ -100,7 +100,6 @@ FIRST = {
     "core.program.inside_shard_map:gather_params.*": (
         "tests/core/parameters/sharded_parameter_test.py",
     ),
-    "core.model.recurrence:*": ("tests/core/model/loops_test.py",),
     "core.model.varying_loops:*": ("tests/core/model/loops_test.py",),
     "core.program.step:*:regather_for_backward:*": (COUNTS,),
     "core.modes.manual:*:sync_collections:*": ("tests/laws/collections_test.py",),
