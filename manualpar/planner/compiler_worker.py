@@ -25,6 +25,7 @@ from jax.experimental import topologies
 
 from manualpar.core.mesh.mesh import describe_links
 from manualpar.core.modes.layer_loops import planned_memory
+from manualpar.core.tracing.thread_patches import replaced_in_thread
 from manualpar.inspect import state_bytes
 from manualpar.layers.attention.kinds import Device, planned_device
 from manualpar.planner.hardware import chip_named, kernels_in
@@ -37,7 +38,7 @@ from manualpar.training.experiment import Experiment
 #
 # JAX examines the GPU and the cuDNN of this process before it traces cuDNN's kernel, and has no
 # setting for another GPU. So `tracing_for` replaces JAX's checks, whose names JAX does not
-# promise, as long as a trace lasts. Only the process of a compiler
+# promise, in the calling thread as long as a trace lasts. Only the process of a compiler
 # (`manualpar.planner.compiler_worker`) does so; no training does. If a version of JAX has other
 # checks, the context refuses it.
 
@@ -58,24 +59,20 @@ def tracing_for(device: Device) -> Iterator[None]:
     """
     attend: Any = inspect.unwrap(jax.nn.dot_product_attention)
     kernel: Any = attend.__globals__.get("cudnn_dot_product_attention")
-    asked = inspect.unwrap(kernel).__globals__ if kernel else {}
+    module = sys.modules[inspect.unwrap(kernel).__module__] if kernel else None
     answers: dict[str, Callable[..., Any]] = {
         "check_cudnn_version": lambda: CUDNN_VERSION,
         "check_compute_capability": lambda least: _numbers(device) >= _version(least),
         "is_cuda_compute_capability_equal": lambda one: _numbers(device) == _version(one),
     }
-    if missing := sorted(answers.keys() - asked.keys()):
+    if missing := [name for name in sorted(answers) if not hasattr(module, name)]:
         raise RuntimeError(
             f"tracing_for: JAX {jax.__version__} has no {', '.join(missing)}, expected the checks "
             "of jax.nn.dot_product_attention that JAX 0.10 has."
         )
-    own = {name: asked[name] for name in answers}
-    asked.update(answers)
-    try:
-        with planned_device(device):
-            yield
-    finally:
-        asked.update(own)
+    checks = [(module, name) for name in answers]
+    with replaced_in_thread(checks, lambda name, _: answers[name]), planned_device(device):
+        yield
 
 
 def _numbers(device: Device) -> tuple[int, ...]:

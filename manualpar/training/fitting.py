@@ -117,6 +117,7 @@ def fit(
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(cluster.stop_on_sigterm())
             stack.enter_context(cluster)
+        stack.enter_context(cluster.one_run())
         console = make_console(process=cluster.process_id)
         with ending_all(cluster):
             if isinstance(dataset.train, BatchStream) and "data.batch_size" not in given:
@@ -192,6 +193,9 @@ def _connect(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> Clus
         "call manualpar.system.cluster.initialize() before anything uses a device, and give its "
         "result to fit(cluster=...)."
     )
+    # Another thread may be training with these processes, and must not notice this call.
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        raise ValueError(f"fit: JAX has {jax.process_count()} processes already; {mend}")
     try:
         cluster = initialize(
             timeout_seconds=config.watch.lost_seconds,

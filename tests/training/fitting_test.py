@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from manualpar.errors import UsageError
+from manualpar.system.cluster import Cluster
 from manualpar.training import Fit, Hook, fit
 from manualpar.training.checkpoints.saved_state import read_extra
 from tests.paths import ROOT
@@ -241,6 +242,15 @@ def test_an_error_of_a_hook_ends_the_call_and_reaches_every_hook(tmp_path: Path)
     with pytest.raises(RuntimeError, match="mine") as raised:
         _fit(Examples(0, 40), tmp_path, None, [Failing(), diary])
     assert diary.lines == [("end", raised.value, 0)]
+
+
+def test_a_second_run_with_the_same_processes_is_refused_before_it_starts(tmp_path: Path):
+    cluster = Cluster()
+    with cluster.one_run(), pytest.raises(ValueError, match="one run at a time"):
+        fit(Net(), loss_fn, Examples(0, 64), workdir=tmp_path / "second", cluster=cluster)
+    assert not list(tmp_path.iterdir())
+    with cluster.one_run():  # It may follow the first one.
+        pass
 
 
 def test_an_axis_over_which_nothing_is_divided_is_named(tmp_path: Path, capsys):

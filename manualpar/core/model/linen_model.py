@@ -35,7 +35,6 @@ from manualpar.core.model.evaluation import (
     signature_of,
 )
 from manualpar.core.model.interface import InitArgs, ModelInterface, register_interface
-from manualpar.core.model.loops import varying_linen_carries
 from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.trees import Batch, Variables
 
@@ -208,7 +207,7 @@ class LinenModel(ModelInterface):
                 ) from error
 
         calls = nn.intercept_methods(intercept)
-        with varying_linen_carries((args, kwargs)), calls, self._intercepted():
+        with calls, self._intercepted():
             return self.module.apply(variables, *args, **kwargs)
 
     @contextlib.contextmanager

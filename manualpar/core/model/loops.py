@@ -10,20 +10,22 @@ would be wrong: a gather's handwritten gradient is the gradient of a mean over d
 """
 
 import contextlib
+import functools
+import itertools
 import linecache
 import operator
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import is_inside
 from manualpar.core.parameters.sharded_parameter import ArrayBox
@@ -235,13 +237,14 @@ class _Probe(ArrayBox, eq=False):
 # Lets JAX's loops and conditionals combine constants with arrays of data.
 #
 # Under `check_vma=True` the type of data says that it varies over devices; the type of a constant
-# (`jnp.zeros(3)`) does not. An operator casts a constant that it combines with data.
-# `jax.lax.scan` and similar functions refuse the combination, because a carry keeps its type in
-# all iterations, and all branches return the same types. The model would have to make the constant
-# from data (`jnp.zeros_like(x)`), even in a library such as optax. Therefore these functions of
-# JAX are replaced while a model and a loss are traced. Where JAX refuses a type, the replacement
-# finds the types at the end of the loop or the branches, casts the initial carry or the results to
-# them, and tries again.
+# (`jnp.zeros(3)`) does not. With explicit axes, the type of data says how it is sharded. An
+# operator casts a constant that it combines with data. `jax.lax.scan` and similar functions refuse
+# the combination, because a carry keeps its type in all iterations, and all branches return the
+# same types. The model would have to make the constant from data (`jnp.zeros_like(x)`), even in a
+# library such as optax, or in flax, whose recurrent cells start from zeros. Therefore these
+# functions of JAX are replaced while a model and a loss are traced. Where JAX refuses a type, the
+# replacement finds the types at the end of the loop or the branches, casts the initial carry or
+# the results to them, and tries again.
 #
 # The replacements also type the result if a condition differs between devices. JAX types `cond`
 # only by its branches and `while_loop` only by its body, so a result that is one of two constants
@@ -250,22 +253,34 @@ class _Probe(ArrayBox, eq=False):
 # Invariants: numbers do not change. A call that JAX accepts is traced as JAX traces it, unless its
 # condition differs between devices. A cast only says that devices may differ, so it hides no
 # missing sum: a result that has to be the same on all devices is refused later. The transpose of a
-# cast sums over the devices, as the transpose of an operator's cast does.
+# cast sums over the devices, as the transpose of an operator's cast does. A cast shards dims that
+# were not sharded, and never changes the axes of a dim.
 
 
-# Words of JAX's error about types that vary over different axes.
+# Words of JAX's error about types that vary over different axes, and of any error about types.
 MISMATCH = "manual axis types"
+_UNEQUAL = "must have equal"
 _NAMES = ("scan", "while_loop", "fori_loop", "cond", "switch")
 
-# For each leaf of a tree, the mesh axes over which the leaf varies.
-Axes = list[frozenset[str]]
+
+class _Type(NamedTuple):
+    """The part of an array's type that a cast can change."""
+
+    varying: frozenset[str]  # The mesh axes over which the array varies.
+    shape: tuple[int, ...] = ()  # The shape, if the mesh has explicit axes.
+    spec: tuple[Any, ...] = ()  # For each dim of the shape, the explicit axes that shard it.
+
+
+# The types of a tree's leaves.
+_Types = list[_Type]
 
 
 def varying_loops() -> contextlib.AbstractContextManager[None]:
     """Makes JAX's loops and conditionals cast constants in this thread; a context manager.
 
     Communication:
-      None. The transpose of a cast is a `psum`, see `cast_to_varying`.
+      None. The transpose of a cast is a `psum`, see `cast_to_varying`; of a cast that shards dims,
+      it is an all-gather.
     """
     return replaced_in_thread([(jax.lax, name) for name in _NAMES], _replacement)
 
@@ -282,7 +297,7 @@ def _scan(original: Any) -> Callable[..., Any]:
 
         def keeping_type(carry: Any, x: Any) -> Any:
             after, y = f(carry, x)
-            return _cast(after, _axes(carry)), y
+            return _cast(after, _types(carry)), y
 
         return _with_retry(
             lambda: original(f, init, xs, *args, **kwargs),
@@ -299,12 +314,12 @@ def _while_loop(original: Any) -> Callable[..., Any]:
             return cast_to_varying(body_fun(carry), varying_axes(cond_fun(carry)))
 
         def keeping_type(carry: Any) -> Any:
-            return _cast(body_fun(carry), _axes(carry))
+            return _cast(body_fun(carry), _types(carry))
 
         return _with_retry(
             lambda: original(cond_fun, body_fun, init_val),
             lambda: original(cond_fun, keeping_type, _fixed_point(after, init_val)),
-            at_once=any(_traced_axes(cond_fun, init_val)),
+            at_once=any(t.varying for t in _traced_types(cond_fun, init_val)),
         )
 
     return while_loop
@@ -318,7 +333,7 @@ def _fori_loop(original: Any) -> Callable[..., Any]:
             return cast_to_varying(body_fun(jnp.asarray(lower), carry), axes)
 
         def keeping_type(index: Any, carry: Any) -> Any:
-            return _cast(body_fun(index, carry), _axes(carry))
+            return _cast(body_fun(index, carry), _types(carry))
 
         return _with_retry(
             lambda: original(lower, upper, body_fun, init_val, **kwargs),
@@ -360,10 +375,11 @@ def _call_branch(
         return original(index, *((branches,) if as_list else branches), *operands, **kwargs)
 
     def cast_and_choose() -> Any:
-        axes = [_traced_axes(branch, *operands) for branch in branches]
-        if len({len(leaves) for leaves in axes}) > 1:
+        types = [_traced_types(branch, *operands) for branch in branches]
+        if len({len(leaves) for leaves in types}) > 1:
             return choose(branches)  # JAX refuses the different structures.
-        joined = [index_axes.union(*of_leaf) for of_leaf in zip(*axes, strict=True)]
+        by_index = _Type(index_axes)
+        joined = [functools.reduce(_join, (*leaf, by_index)) for leaf in zip(*types, strict=True)]
 
         def casting(branch: Any) -> Any:
             return lambda *operands: _cast(branch(*operands), joined)
@@ -379,101 +395,69 @@ def _with_retry(plain: Callable[[], Any], cast: Callable[[], Any], *, at_once: b
         try:
             return plain()
         except TypeError as error:
-            if MISMATCH not in str(error):
+            has_explicit_axes = bool(jax.sharding.get_abstract_mesh().explicit_axes)
+            if MISMATCH not in str(error) and not (has_explicit_axes and _UNEQUAL in str(error)):
                 raise
     return cast()
 
 
 def _fixed_point(after: Callable[[Any], Any], carry: Any) -> Any:
-    """Casts the carry until it varies over all axes over which `after(carry)` varies."""
+    """Casts the carry until `after(carry)` varies over no other axes and shards no other dims."""
     while True:
-        found = _traced_axes(after, carry)
+        found = _traced_types(after, carry)
         if len(found) != len(jax.tree.leaves(carry)):
             return carry  # JAX refuses the different structures.
-        before, carry = _axes(carry), _cast(carry, found)
-        if _axes(carry) == before:
+        before, carry = _types(carry), _cast(carry, found)
+        if _types(carry) == before:
             return carry
 
 
-def _traced_axes(function: Callable[..., Any], *args: Any) -> Axes:
-    """Traces a function, and returns the axes over which each leaf of its result varies."""
-    found: list[Axes] = []
-    jax.eval_shape(lambda *args: found.append(_axes(function(*args))), *args)
+def _traced_types(function: Callable[..., Any], *args: Any) -> _Types:
+    """Traces a function, and returns the types of its result's leaves."""
+    found: list[_Types] = []
+    jax.eval_shape(lambda *args: found.append(_types(function(*args))), *args)
     return found[-1]
 
 
 def _like_one(xs: Any) -> Any:
     """Makes an array of the type of `xs[0]`; `xs` may have no entries."""
+    type_ = _type(xs)
     zeros = jnp.zeros_like(xs, shape=jnp.shape(xs)[1:])
-    return cast_to_varying(zeros, varying_axes(xs))  # `zeros_like` of keys does not vary.
+    # `zeros_like` of keys does not vary, and that of sharded arrays is not sharded.
+    return _cast_leaf(zeros, _Type(type_.varying, type_.shape[1:], type_.spec[1:]))
 
 
-def _axes(tree: Any) -> Axes:
-    return [varying_axes(x) for x in jax.tree.leaves(tree)]
+def _type(x: Any) -> _Type:
+    varying = varying_axes(x)
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return _Type(varying)
+    return _Type(varying, jnp.shape(x), tuple(jax.typeof(x).sharding.spec))
 
 
-def _cast(tree: Any, axes: Axes) -> Any:
+def _types(tree: Any) -> _Types:
+    return [_type(x) for x in jax.tree.leaves(tree)]
+
+
+def _join(one: _Type, other: _Type) -> _Type:
+    """Returns the type to which both can be cast; of shardings that contradict, the first one."""
+    joined = one._replace(varying=one.varying | other.varying)
+    if one.shape != other.shape or one.spec == other.spec:
+        return joined  # JAX refuses different shapes.
+    spec = tuple(a or b for a, b in itertools.zip_longest(one.spec, other.spec))
+    names = [name for entry in spec for name in axis_tuple(entry or ())]
+    return joined if len(names) > len(set(names)) else joined._replace(spec=spec)
+
+
+def _cast_leaf(x: Any, wanted: _Type) -> Any:
+    before = _type(x)
+    joined = _join(before, wanted)
+    x = cast_to_varying(x, joined.varying)
+    return x if joined.spec == before.spec else jax.sharding.reshard(x, PartitionSpec(*joined.spec))
+
+
+def _cast(tree: Any, types: _Types) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    if len(leaves) != len(axes):
+    if len(leaves) != len(types):
         return tree  # JAX refuses the different structures.
-    cast = [cast_to_varying(x, of_leaf) for x, of_leaf in zip(leaves, axes, strict=True)]
+    cast = [_cast_leaf(x, of_leaf) for x, of_leaf in zip(leaves, types, strict=True)]
     return jax.tree.unflatten(structure, cast)
-
-
-# -------------------------------------------------------------------------------------------------
-# Initial carries of recurrent cells, made to vary over devices as the inputs do.
-#
-# A scan needs a carry of the same type in all iterations. A cell's `initialize_carry` makes a
-# constant, which is the same on all devices, but the first iteration makes it vary. Therefore the
-# carry is cast while a model is called, in `nn.RNN` and in a user's own scan.
-#
-# Linen's cells are made where they are used, and flax's interceptors do not see
-# `initialize_carry`. So the cells' classes are patched during the call, in the calling thread
-# only.
-
-
-METHOD = "initialize_carry"
-
-
-def varying_linen_carries(inputs: Any) -> contextlib.AbstractContextManager[None]:
-    """Casts carries of Linen's cells to the type that a scan over the inputs needs.
-
-    Args:
-      inputs: The arguments of the model's call, see `vary_like`.
-
-    Communication:
-      None.
-    """
-    vary = vary_like(inputs)
-
-    def casting(_: str, initialize: Any) -> Any:
-        return lambda *args, **kwargs: jax.tree.map(vary, initialize(*args, **kwargs))
-
-    cells = [cell for cell in with_subclasses(nn.RNNCellBase) if METHOD in vars(cell)]
-    return replaced_in_thread([(cell, METHOD) for cell in cells], casting)
-
-
-def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that casts a carry `[B, ...]` to vary as the inputs do.
-
-    Args:
-      inputs: A tree with arrays `[B, ...]`. The carry varies over the axes over which these arrays
-        vary. With explicit axes, dim 0 of the carry is sharded like dim 0 of the arrays.
-    """
-    arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
-    axes = varying_axes(arrays)
-    batches = {x.shape[0]: name for x in arrays for name in jax.typeof(x).sharding.spec[:1] if name}
-
-    def vary(carry: jax.Array) -> jax.Array:
-        carry = cast_to_varying(carry, axes)
-        batch = batches.get(carry.shape[0]) if carry.ndim else None
-        if batch is None or not jax.sharding.get_abstract_mesh().explicit_axes:
-            return carry
-        return jax.sharding.reshard(carry, PartitionSpec(batch))
-
-    return vary
-
-
-def with_subclasses(base: Any) -> set[Any]:
-    """Returns a class and all its subclasses."""
-    return {base}.union(*map(with_subclasses, base.__subclasses__()))

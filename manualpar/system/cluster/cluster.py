@@ -338,6 +338,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         self._pace = Pace()
         self._has_failed = False
         self._has_nothing_to_lose = False
+        self._is_running = threading.Lock()
         self._hub: Hub | None = None
         self._channel: Channel | None = None
         self._ends, self._has_flushed = threading.Event(), threading.Event()
@@ -364,6 +365,23 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             self._channel.send({"kind": "stop"})
         else:
             self._gate.release(0)
+
+    @contextlib.contextmanager
+    def one_run(self) -> Iterator[None]:
+        """Opens the context of a run; the processes can't do the work of two runs at once.
+
+        Raises:
+          ValueError: Another thread is in this context.
+        """
+        if not self._is_running.acquire(blocking=False):
+            raise ValueError(
+                "cluster: another thread of this process is training with it, expected one run at "
+                "a time; start this run when the other one has ended, or in its own processes."
+            )
+        try:
+            yield
+        finally:
+            self._is_running.release()
 
     @contextlib.contextmanager
     def stop_on_sigterm(self) -> Iterator[None]:

@@ -238,23 +238,22 @@ def _start_jax(
     detection = own.manager if own.manager in DIVIDES_DEVICES else "deactivate"
     jax_timeout = math.ceil(timeout_seconds) + JAX_EXTRA_SECONDS
     try:
-        with warnings.catch_warnings():
-            # Without the package `kubernetes` JAX prints a long warning, but the error that is
-            # raised here is enough.
-            warnings.filterwarnings("ignore", "Kubernetes environment detected")
-            jax.distributed.initialize(
-                own.coordinator_address,
-                own.num_processes,
-                own.process_id,
-                # An empty list means all devices. With `None` JAX may choose one device for each
-                # process.
-                local_device_ids=[] if own.sees_all_devices else None,
-                cluster_detection_method=detection if is_given else None,
-                initialization_timeout=math.ceil(start_timeout_seconds),
-                heartbeat_timeout_seconds=jax_timeout,
-                shutdown_timeout_seconds=jax_timeout,
-                coordinator_bind_address=bind_address,
-            )
+        # Without the package `kubernetes` JAX prints a long warning, but the error that is raised
+        # here is enough. `catch_warnings` would put back the filters of all threads.
+        warnings.filterwarnings("ignore", "Kubernetes environment detected")
+        jax.distributed.initialize(
+            own.coordinator_address,
+            own.num_processes,
+            own.process_id,
+            # An empty list means all devices. With `None` JAX may choose one device for each
+            # process.
+            local_device_ids=[] if own.sees_all_devices else None,
+            cluster_detection_method=detection if is_given else None,
+            initialization_timeout=math.ceil(start_timeout_seconds),
+            heartbeat_timeout_seconds=jax_timeout,
+            shutdown_timeout_seconds=jax_timeout,
+            coordinator_bind_address=bind_address,
+        )
     except jax.errors.JaxRuntimeError as error:
         raise _not_met(own, start_timeout_seconds, error) from error
     except Exception as error:  # JAX's search for a cluster may raise any exception.

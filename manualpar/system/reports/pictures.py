@@ -1,10 +1,12 @@
 """Draws the parts that all pictures share: figures in one style, bars with numbers, and legends.
 
 `pyplot` is not used, because its figures and its backend are global to the process. The settings of
-matplotlib are changed only while a picture is drawn.
+matplotlib are global too. They are changed only while a picture is drawn, and only one thread draws
+at a time.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +76,9 @@ STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
+# Held while the settings of matplotlib are changed. Without it, of two runs that end together one
+# could draw with the wrong settings, and leave them behind.
+_DRAWING = threading.RLock()
 ROOM = 1.4  # The axis is longer than its longest bar by this factor: the bar's text needs space.
 
 
@@ -107,7 +112,7 @@ def new_figure(user: str, size: tuple[float, float], *, title: str) -> Iterator[
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
+    with _DRAWING, matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         # The title may contain the name of a folder that is not valid Unicode.
         figure.suptitle(title.encode(errors="backslashreplace").decode())

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,10 @@ def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
 # Orbax's messages, set absl's verbosity to DEBUG (`absl.logging.set_verbosity(1)`).
 
 
+# Held while the hook is replaced: the contexts of several threads may overlap in any order.
+_HOOKING = threading.Lock()
+
+
 def mute() -> contextlib.ExitStack:
     """Drops the messages of all of Orbax's threads until the returned context is closed.
 
@@ -112,29 +117,41 @@ def mute() -> contextlib.ExitStack:
         about_orbax = record.name == "asyncio" and "orbax" in record.getMessage()
         return _is_verbose() or not (by_orbax or about_orbax)
 
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        is_late = str(unraisable.exc_value) == "Event loop is closed"
-        # The coroutine of another read or write that was in progress when the first one failed.
-        code = getattr(getattr(unraisable, "object", None), "cr_code", None)
-        by_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
-        if _is_verbose() or not (is_late or by_orbax):
-            before(unraisable)
+    hook = _Hook()
 
     def unhook() -> None:
-        # If other code has replaced the hook since, its hook stays.
-        if sys.unraisablehook is hook:
-            sys.unraisablehook = before
+        hook.has_ended = True
+        with _HOOKING:
+            # If other code has replaced the hook since, its hook stays. If another context has, it
+            # removes this hook too when it ends.
+            while isinstance(last := sys.unraisablehook, _Hook) and last.has_ended:
+                sys.unraisablehook = last.before
 
     muted = contextlib.ExitStack()
     for logger in (logging.getLogger(name) for name in ("absl", "asyncio")):
         # Each call makes a new function, so that each context removes only its own filter.
         logger.addFilter(let_through)
         muted.callback(logger.removeFilter, let_through)
-    sys.unraisablehook = hook
+    with _HOOKING:
+        hook.before, sys.unraisablehook = sys.unraisablehook, hook
     muted.callback(unhook)
     return muted
+
+
+class _Hook:
+    """A `sys.unraisablehook` that drops the errors of Orbax's threads."""
+
+    before: Callable[[Any], Any]
+    has_ended = False
+
+    def __call__(self, unraisable: Any) -> None:
+        """Passes other errors to the hook before this one."""
+        is_late = str(unraisable.exc_value) == "Event loop is closed"
+        # The coroutine of another read or write that was in progress when the first one failed.
+        code = getattr(getattr(unraisable, "object", None), "cr_code", None)
+        by_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
+        if self.has_ended or _is_verbose() or not (is_late or by_orbax):
+            self.before(unraisable)
 
 
 def _is_verbose() -> bool:
@@ -265,18 +282,22 @@ class OrbaxFiles:
             import orbax.checkpoint as ocp
 
             self._muted.enter_context(mute())
+            # Folders are created before `save` returns, so an error is raised at once, not after a
+            # time-out. If they were created in the background, writes would wait for a signal that
+            # carries the number of the latest save of the process. Two threads that save at the
+            # same time would take each other's signals, and write into folders that are not there.
+            options = ocp.options.AsyncOptions(
+                create_directories_asynchronously=False,
+                timeout_secs=max(1, math.ceil(self._seconds)),
+            )
             self._made = ocp.AsyncCheckpointer(
                 ocp.CompositeCheckpointHandler(
                     state=ocp.PyTreeCheckpointHandler(),
                     extra=ocp.JsonCheckpointHandler(),
                     keys=ocp.JsonCheckpointHandler(),
+                    composite_options=ocp.CompositeOptions(async_options=options),
                 ),
-                # With this option, an error in creating the folder is raised at once, not after a
-                # time-out.
-                async_options=ocp.options.AsyncOptions(
-                    create_directories_asynchronously=False,
-                    timeout_secs=max(1, math.ceil(self._seconds)),
-                ),
+                async_options=options,
             )
         try:
             yield self._made

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, hsdp, make_mesh
 from manualpar.core.model.interface import interface_of
-from manualpar.core.model.loops import varying_linen_carries, varying_loops
+from manualpar.core.model.loops import varying_loops
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.tracing.jaxprs import all_equations
@@ -448,6 +448,83 @@ def test_other_mistakes_are_jaxs_to_explain(devices8, function, message):
         on_devices(function)
 
 
+# Functions of an array [8, 4] whose type is sharded over (`data`, `model`), and the axes that shard
+# their results.
+BOTH, ROWS = PartitionSpec("data", "model"), PartitionSpec("data", None)
+SHARDED = {
+    "scan": (lambda x: jax.lax.scan(lambda c, _: (c + x, c), jnp.zeros((8, 4)), None, 2)[0], BOTH),
+    "scan over an axis": (
+        lambda x: jax.lax.scan(
+            lambda c, x: (c + x.sum(1), None), jnp.zeros(8), jnp.stack([x, x], 0)
+        )[0],
+        PartitionSpec("data"),
+    ),
+    "no steps": (
+        lambda x: jax.lax.scan(
+            lambda c, x: (c + x, None), jnp.zeros((8, 4)), jnp.zeros((0, 8, 4), out_sharding=OVER)
+        )[0],
+        ROWS,
+    ),
+    "a dim at a time": (
+        lambda x: jax.lax.fori_loop(
+            0,
+            2,
+            lambda i, c: (c[1], jax.sharding.reshard(c[1] + x, ROWS)),
+            (jnp.zeros((8, 4)), jnp.zeros((8, 4))),
+        )[0],
+        ROWS,
+    ),
+    "while": (
+        lambda x: jax.lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + x), (0, jnp.zeros((8, 4)))
+        )[1],
+        BOTH,
+    ),
+    "cond": (lambda x: jax.lax.cond(x.size > 3, lambda: x, lambda: jnp.ones((8, 4))), BOTH),
+    "switch": (
+        lambda x: jax.lax.switch(
+            jnp.int32(1), [lambda: jnp.ones((8, 4)), lambda: jax.sharding.reshard(x, ROWS)]
+        ),
+        ROWS,
+    ),
+}
+OVER = PartitionSpec(None, "data", None)
+
+
+def on_explicit_axes(function):
+    """Traces a function of an array [8, 4] with an explicit sharding, with loops that cast."""
+
+    def run(x):
+        with varying_loops():
+            return function(jax.sharding.reshard(x, BOTH))
+
+    mesh = make_mesh({"data": 4, "model": 2})
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        return jax.eval_shape(run, jax.ShapeDtypeStruct((8, 4), jnp.float32))
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_results_are_sharded_as_the_data_that_went_in(devices8, name):
+    function, spec = SHARDED[name]
+    assert on_explicit_axes(function).sharding.spec == spec
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jax.lax.cond(x.size > 3, lambda: x, lambda: x.swapaxes(0, 1)),
+        lambda x: jax.lax.cond(
+            x.size > 3, lambda: x, lambda: jax.sharding.reshard(x, PartitionSpec("model", "data"))
+        ),
+        lambda x: jax.lax.scan(lambda c, _: (x.astype(int), c), jnp.zeros((8, 4)), None, 2),
+    ],
+)
+def test_other_shardings_and_shapes_are_jaxs_to_refuse(devices8, function):
+    with pytest.raises(TypeError, match="must have equal"):
+        on_explicit_axes(function)
+
+
 def test_devices_that_choose_different_branches_send_nothing_in_them(devices8):
     """The gradient of what all devices have alike is summed over them outside of the branches."""
 
@@ -576,9 +653,7 @@ def test_a_step_is_that_of_one_device(devices8, model, loss, build):
     assert_same_as_one_device(program, batch, jax.random.key(0))
 
 
-# -------------------------------------------------------------------------------------------------
 # Scans of a user's own that start from flax's `initialize_carry`, against one device.
-
 
 WIDTH = 8
 OVER_TIME = {
@@ -660,7 +735,7 @@ MODELS = {
     "nnx": OwnNNX,
 }
 INPUTS, LABELS = jax.random.normal(jax.random.key(1), (2, 32, 3, 8))
-SEQUENCES = Batch(INPUTS, LABELS[:, 0, :4])
+BATCH_OF_VARYING_LOOPS = Batch(INPUTS, LABELS[:, 0, :4])
 PROGRAMS = {
     "minibatches": (fsdp, {"data": 8}, {"num_minibatches": 2, "use_scan": True}),
     "hsdp": (hsdp, {"replica": 2, "data": 4}, {}),
@@ -683,7 +758,9 @@ def on_one_device(name):
     model = interface_of(MODELS[name])
     init_rng, rng = jax.random.split(jax.random.key(0))
     params = model.init({"params": init_rng}, INPUTS)["params"]
-    grads = jax.jit(jax.grad(lambda p: square_loss(p, model.apply, SEQUENCES, rng)[0]))(params)
+    grads = jax.jit(
+        jax.grad(lambda p: square_loss(p, model.apply, BATCH_OF_VARYING_LOOPS, rng)[0])
+    )(params)
     return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
 
 
@@ -694,39 +771,16 @@ def test_a_scan_from_flaxs_own_carry_trains_as_on_one_device(devices8, name, pro
     if builder is not data_parallel:
         options = {"min_weight_size": 0, **options}
     program = builder(
-        MODELS[name], optax.sgd(0.5), square_loss, mesh=make_mesh(axes), batch=SEQUENCES, **options
+        MODELS[name],
+        optax.sgd(0.5),
+        square_loss,
+        mesh=make_mesh(axes),
+        batch=BATCH_OF_VARYING_LOOPS,
+        **options,
     )
-    state, _ = program.train_step(program.init(jax.random.key(0)), SEQUENCES)
+    state, _ = program.train_step(program.init(jax.random.key(0)), BATCH_OF_VARYING_LOOPS)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6),
         jax.device_get(state.params),
         on_one_device(name),
     )
-
-
-def test_only_the_calls_own_thread_gets_other_carries(devices8):
-    def make_carry():
-        return nn.LSTMCell(3).initialize_carry(jax.random.key(0), (2, 3))
-
-    def on_device(x):
-        with varying_linen_carries(x), ThreadPoolExecutor(1) as pool:
-            assert varying_axes(make_carry()[0]) == {"data"}
-            np.testing.assert_array_equal(pool.submit(make_carry).result()[0], np.zeros((2, 3)))
-        assert varying_axes(make_carry()[0]) == frozenset()
-        return x
-
-    mesh, spec = make_mesh({"data": 8}), PartitionSpec("data")
-    run = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec)
-    jax.eval_shape(run, jax.ShapeDtypeStruct((8, 2), jnp.float32))
-
-
-def test_flaxs_classes_are_as_they_were_after_calls_that_overlap():
-    """The first to begin ends first, as calls in two threads may."""
-    before = vars(nn.GRUCell)["initialize_carry"]
-    first, second = varying_linen_carries(()), varying_linen_carries(())
-    first.__enter__()
-    second.__enter__()
-    assert vars(nn.GRUCell)["initialize_carry"] is not before
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert vars(nn.GRUCell)["initialize_carry"] is before

@@ -1,5 +1,8 @@
 """Bars and their scale, in settings that end with the picture."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import matplotlib
 import pytest
 
@@ -60,10 +63,22 @@ def test_bytes_are_counted_in_powers_of_two():
         assert shown == ["0", "1 MiB", "2 MiB", "3 MiB"]
 
 
-def test_settings_are_those_of_before_when_the_picture_is_drawn():
-    before = dict(matplotlib.rcParams)
-    with new_figure("a test", (4, 3), title=""):
-        assert not matplotlib.rcParams["axes.spines.top"]
+def test_settings_are_those_of_before_when_pictures_of_two_threads_are_drawn():
+    before, begins, may_end = dict(matplotlib.rcParams), threading.Event(), threading.Event()
+
+    def draw():
+        with new_figure("a test", (4, 3), title=""):
+            begins.set()
+            may_end.wait()
+            return matplotlib.rcParams["axes.spines.top"]
+
+    with ThreadPoolExecutor(1) as pool:
+        with new_figure("a test", (4, 3), title=""):
+            other = pool.submit(draw)
+            begins.wait(0.1)  # It must not begin.
+            assert not matplotlib.rcParams["axes.spines.top"]
+        may_end.set()
+        assert not other.result()
     assert dict(matplotlib.rcParams) == before
 
 

@@ -578,6 +578,15 @@ def test_only_orbax_is_muted_and_only_meanwhile(shown):
     assert shown() == EVERYTHING
 
 
+def test_contexts_of_two_threads_may_end_in_any_order(shown):
+    before, first, second = sys.unraisablehook, mute(), mute()
+    first.close()
+    assert shown() == ["absl", "other", "mine"]
+    second.close()
+    assert shown() == EVERYTHING
+    assert sys.unraisablehook is before
+
+
 def test_what_was_read_beside_what_failed_is_muted_too(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.object))

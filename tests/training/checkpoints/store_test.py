@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -170,6 +171,28 @@ def test_there_is_none(tmp_path, program):
     with pytest.raises(ValueError, match="on_corruption='ignore', expected 'stop' or 'previous'"):
         checkpoints.restore(program, on_corruption="ignore", report=no_report)
     assert not (tmp_path / "none").exists()
+
+
+def test_runs_in_several_threads_keep_all_their_checkpoints(program, state, tmp_path):
+    """A save of one run must not be mistaken for the save of another run."""
+    steps, together = [1, 2], threading.Barrier(3)
+
+    def run(number):
+        with Checkpoints(tmp_path / str(number), keep=len(steps)) as checkpoints:
+            try:
+                for step in steps:
+                    together.wait()
+                    checkpoints.save(program, state, step=step, extra={"of": number})
+                    checkpoints.wait()
+            except BaseException:
+                together.abort()
+                raise
+            restored = checkpoints.restore(program, report=no_report)
+            return checkpoints.steps(), restored.extra
+
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(run, number) for number in range(3)]
+    assert [each.result() for each in runs] == [(steps, {"of": number}) for number in range(3)]
 
 
 @pytest.mark.slow
