@@ -25,7 +25,7 @@ from manualpar.system.cluster import LOST_PROCESS_EXIT_CODE, NotMetError, initia
 from manualpar.system.cluster.agreement import from_first
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import AnyPath, open_for_reading, path_flag, user_path
-from manualpar.system.storage.untrusted import parse_object
+from manualpar.system.storage.untrusted import parse_object, write_named_file
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.load_run import Trained, load_directory, load_run
 
@@ -126,7 +126,7 @@ def write_output(path: AnyPath, text: str) -> None:
     if not is_main():
         return
     try:
-        path.write_bytes(text.encode())
+        write_named_file(path, text)
     except OSError as error:
         raise UsageError(
             f"--output={path} cannot be written: {error.strerror or error}; name another file."

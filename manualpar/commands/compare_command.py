@@ -67,6 +67,7 @@ from manualpar.system.reports.tables import (
     print_table,
     print_wrapped,
 )
+from manualpar.system.storage.untrusted import write_file
 from manualpar.training.config_fields import FIELDS
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.memory_check import check_fits
@@ -509,7 +510,7 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     text = json.dumps(about | {"rows": pairs, "one_device": reference})
     with results_folder(workdir, workdir):
         write_json(workdir / "comparison.json", json.loads(text, parse_constant=lambda _: None))
-        (workdir / "comparison.md").write_text(markdown(rows, notes), encoding="utf-8")
+        write_file(workdir / "comparison.md", markdown(rows, notes))
         with with_picture(console):
             draw(rows, workdir / PICTURE)
     print_rows(console, rows, notes)

@@ -36,7 +36,7 @@ from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.reports.tables import describe_bytes
 from manualpar.system.storage import AnyPath, BucketPath, path_flag, user_path, writing
 from manualpar.system.storage.durable_files import check_writable
-from manualpar.system.storage.untrusted import open_file
+from manualpar.system.storage.untrusted import open_file, write_file
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.config import check_config
@@ -287,7 +287,7 @@ def _copy_small_files(source: Path, folder: AnyPath) -> None:
             if isinstance(folder, Path):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with open_file(source / name, follow_links=True) as file:
-                (folder / name).write_bytes(file.read())
+                write_file(folder / name, file.read())
         elif isinstance(folder, BucketPath):  # A failed import may have left such a file.
             (folder / name).delete()
         else:

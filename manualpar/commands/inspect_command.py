@@ -99,7 +99,7 @@ from manualpar.system.reports.tables import (
     share_of,
     text_columns,
 )
-from manualpar.system.storage.untrusted import read_object
+from manualpar.system.storage.untrusted import read_object, write_named_file
 from manualpar.training.experiment import Experiment, prepare
 
 # -------------------------------------------------------------------------------------------------
@@ -953,7 +953,7 @@ def _write_budgets(path: Path, ledgers: Mapping[str, Json]) -> None:
         earlier = parse_budgets(text, path)
         for name, found in ledgers.items():
             text = replace_budget(text, name, budget_text(name, found, earlier.get(name)))
-        path.write_text(text, encoding="utf-8")
+        write_named_file(path, text)
     except OSError as error:
         raise UsageError(f"--budget={path} cannot be written: {error}.") from error
 

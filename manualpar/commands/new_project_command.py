@@ -9,6 +9,7 @@ from pathlib import Path
 
 from manualpar.errors import USAGE_EXIT_CODE, UsageError, print_error
 from manualpar.system.reports.help_text import OneSentenceParser
+from manualpar.system.storage.untrusted import write_file
 
 TEMPLATE = Path(__file__).parent / "new_project"
 
@@ -44,7 +45,7 @@ def write_project(folder: Path) -> list[str]:
         files = sorted(path for path in TEMPLATE.iterdir() if path.is_file())
         for path in files:
             text = path.read_text(encoding="utf-8").replace("{name}", folder.absolute().name)
-            (folder / path.name).write_text(text, encoding="utf-8")
+            write_file(folder / path.name, text)
     except OSError as error:
         raise UsageError(f"the project cannot be written: {error}; name another folder.") from error
     return [path.name for path in files]

@@ -23,6 +23,7 @@ from manualpar.errors import (
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage.compilation_cache import check_compilation_cache
 from manualpar.system.storage.durable_files import check_writable
+from manualpar.system.storage.untrusted import write_file
 from manualpar.training.monitoring.progress import make_console
 from manualpar.training.monitoring.run_files import check_workdir, create_numbered_folder
 
@@ -115,5 +116,5 @@ def with_picture(console: rich.console.Console) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a value to a file as indented JSON."""
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Writes a value to a new file as indented JSON."""
+    write_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

@@ -14,10 +14,12 @@ from manualpar.data.dataset import SPLITS
 from manualpar.errors import (
     FILES_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
+    JAX_NOTE,
     USAGE_EXIT_CODE,
     UsageError,
     describe_mistake,
     print_error,
+    printable,
 )
 from manualpar.system.cluster import (
     LOST_PROCESS_EXIT_CODE,
@@ -115,8 +117,9 @@ def _run(command: CommandLine, cluster: Cluster, times: TimeLedger, *, changes: 
                 print_line(console, change)
             result = run(experiment, workdir, cluster=cluster, console=console, times=times)
             cluster.nothing_to_lose()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print_error(f"interrupted; {remains}{goes_on}")
+        _print_notes(error)
         return INTERRUPTED_EXIT_CODE
     except StoppedError as error:
         how = f"which is saved; the same command with --workdir={workdir} goes on"
@@ -124,11 +127,13 @@ def _run(command: CommandLine, cluster: Cluster, times: TimeLedger, *, changes: 
             how = f"which is not saved, since config.checkpoint.every_steps is 0; {remains}"
         if cluster.is_main:
             print(f"{error}, {how}", file=sys.stderr)
+        _print_notes(error)
         return STOPPED_EXIT_CODE if error.is_saved else TERMINATED_EXIT_CODE
     except tuple(EXIT_CODES) as error:
         before = "" if isinstance(error, UsageError) else f"stopped, {remains}; "
         mend = NONFINITE_MEND if isinstance(error, NonFiniteError) else ""
         print_error(f"{before}{error}{mend}")
+        _print_notes(error)
         return exit_code(error)
     if result.sample:
         print_line(console, "sample:")
@@ -143,6 +148,13 @@ def _run(command: CommandLine, cluster: Cluster, times: TimeLedger, *, changes: 
     print_line(console, f"time: {times.elapsed:.1f} s")
     print_line(console, f"results: {workdir}")
     return 0
+
+
+def _print_notes(error: BaseException) -> None:
+    """Prints a line for each thing that failed after the error, while the run ended."""
+    for note in dict.fromkeys(getattr(error, "__notes__", ())):
+        if JAX_NOTE not in note:
+            print(f"also: {printable(note)}", file=sys.stderr)
 
 
 def _prepare(

@@ -1,6 +1,5 @@
 """Loads a dataset by the name of its source, which is one of `SOURCES`."""
 
-import fcntl
 import pathlib
 import shutil
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from manualpar.data.token_job import HELD_OUT, Job, make_job, run_job, token_bar
 from manualpar.data.tokenizer import load_tokenizer
 from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
 from manualpar.errors import require
-from manualpar.system.storage import BucketError, local_path, user_cache
+from manualpar.system.storage import BucketError, local_path, user_cache, waiting_for
 
 # -------------------------------------------------------------------------------------------------
 # Tokenizes files of documents once, and keeps the tokens in a cache for later runs.
@@ -74,8 +73,7 @@ def load_cached(
     directory = folder / job.key
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f"{job.key}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with waiting_for(folder / f"{job.key}.lock"):
             if not (directory / DESCRIPTION).exists():
                 _make(job, directory)
             options: dict[str, Any] = {"sequence_length": sequence_length}

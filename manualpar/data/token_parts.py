@@ -25,6 +25,8 @@ from manualpar.data.document_files import Document, DocumentRange, read_document
 from manualpar.data.text import TextFile
 from manualpar.data.tokenizer import Tokenizer
 from manualpar.data.tokens import DTYPES, LENGTHS, lengths_file
+from manualpar.system.storage.durable_files import put_file
+from manualpar.system.storage.untrusted import create_file
 
 Label = TypeVar("Label")
 Content = TypeVar("Content", bound=Document)
@@ -87,11 +89,11 @@ def write_part(
     counts = {split: {"tokens": 0, "bytes": 0, "unknown": 0, "documents": 0} for split in SPLITS}
     with contextlib.ExitStack() as stack:
         files = {
-            split: stack.enter_context(open(tokens_file(parts, number, split), "wb"))
+            split: stack.enter_context(create_file(tokens_file(parts, number, split)))
             for split in SPLITS
         }
         lengths = {
-            split: stack.enter_context(open(lengths_file(tokens_file(parts, number, split)), "wb"))
+            split: stack.enter_context(create_file(lengths_file(tokens_file(parts, number, split))))
             for split in SPLITS
             if encoder.makes_examples
         }
@@ -193,9 +195,4 @@ def batches(documents: Iterable[tuple[Label, Content]]) -> Iterator[list[tuple[L
 
 def write_whole(path: pathlib.Path, content: Any) -> None:
     """Writes a JSON file in one atomic step, and waits until the file is on the disk."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with open(unfinished, "w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    put_file(path, (json.dumps(content, indent=2) + "\n").encode())

@@ -148,7 +148,7 @@ def load_tokens(
 def _array(file: AnyPath, dtype: str) -> Any:
     if isinstance(file, BucketPath):
         return BucketArray(file, dtype)
-    return np.memmap(file, dtype, "r")
+    return np.memmap(file, dtype, mode="r")
 
 
 def lengths_file(tokens: pathlib.Path) -> pathlib.Path:

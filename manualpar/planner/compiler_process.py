@@ -25,6 +25,7 @@ from manualpar.planner import compiler_worker as worker
 from manualpar.planner.compiled_plan import CompiledStep
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.strategies import strategy_kinds
+from manualpar.system.storage.untrusted import write_file
 
 TIMEOUT = 1800.0  # Seconds for one compilation.
 
@@ -96,7 +97,7 @@ def run_compiler(
     }
     with tempfile.TemporaryDirectory(prefix=f"manualpar-{compiler.name.lower()}-") as name:
         folder = Path(name)
-        (folder / worker.REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        write_file(folder / worker.REQUEST, json.dumps(request))
         facts = _run_worker(compiler, folder, topology)
         program = folder / worker.PROGRAM
         text = program.read_text(encoding="utf-8") if program.exists() else ""
@@ -108,7 +109,7 @@ def _run_worker(compiler: Compiler, folder: Path, topology: Topology) -> dict[st
     package = str(Path(__file__).parents[2])
     paths = filter(None, [package, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, **compiler.environment, "PYTHONPATH": os.pathsep.join(paths)}
-    with (folder / "stderr.txt").open("w+", encoding="utf-8") as stderr:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "manualpar.planner.compiler_worker", str(folder)],

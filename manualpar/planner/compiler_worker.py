@@ -31,6 +31,7 @@ from manualpar.layers.attention.kinds import Device, planned_device
 from manualpar.planner.hardware import chip_named, kernels_in
 from manualpar.planner.vocabulary import prepare_planned
 from manualpar.strategies import strategy_kinds
+from manualpar.system.storage.untrusted import write_file
 from manualpar.training.experiment import Experiment
 
 # -------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def main(folder: Path) -> int:
         result = _compile(request, folder, stage)
     except Exception as error:  # The parent turns any error into a sentence.
         result = {"stage": stage[0], "type": type(error).__name__, "error": str(error)}
-    (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+    write_file(folder / RESULT, json.dumps(result))
     return 0
 
 
@@ -152,7 +153,7 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
             raise
         return facts | {"out_of_memory": str(error)}
     memory = compiled.memory_analysis()
-    (folder / PROGRAM).write_text(text_of(compiled, folder / DUMP), encoding="utf-8")
+    write_file(folder / PROGRAM, text_of(compiled, folder / DUMP))
     return facts | {"memory": {name: int(getattr(memory, field)) for name, field in MEMORY.items()}}
 
 

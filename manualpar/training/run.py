@@ -337,9 +337,26 @@ def _write_report(
     say: Callable[[str], None],
     error: BaseException | None,
 ) -> None:
-    """Writes the report of a run, whether it finished or failed."""
+    """Writes the report of a run, whether it finished or failed.
+
+    The run ends as it would without a report: if the report cannot be written, a line says so.
+    """
+    try:
+        facts = _facts(experiment, error)
+        write_report(target.folder, title=str(target.workdir), facts=facts, report=say)
+    except Exception as failure:  # Matplotlib and the libraries that it uses raise any error.
+        reason = " ".join(str(failure).split()) or type(failure).__name__
+        sentence = f"{target.folder} has no new report: {reason}"
+        if error is None:
+            say(sentence)
+        else:
+            error.add_note(sentence)  # The user must see the first error.
+
+
+def _facts(experiment: Experiment, error: BaseException | None) -> dict[str, str]:
+    """Returns the facts about a run that its report shows in a table."""
     program = experiment.program
-    facts = {
+    return {
         "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
         "strategy": f"{program.strategy.name}, mode {program.mode}",
         "mesh": _describe_mesh(program.mesh),
@@ -351,12 +368,6 @@ def _write_report(
         "manualpar": importlib.metadata.version("manualpar"),
         "jax": jax.__version__,
     }
-    try:
-        write_report(target.folder, title=str(target.workdir), facts=facts, report=say)
-    except WriteError as failure:
-        if error is None:
-            raise
-        error.add_note(str(failure))  # The user must see the first error.
 
 
 def _rates(experiment: Experiment) -> Callable[[int, float], dict[str, float]]:

@@ -2,8 +2,9 @@
 
 A workdir contains `checkpoints/`. A run that finds a checkpoint there resumes from the checkpoint.
 In addition to the arrays, a checkpoint has the config, the position in the data, the sums of
-metrics that are not reported yet, and the sizes of the metrics files, all as JSON. A run that
-resumes cuts off the lines that were written after the checkpoint, and writes the same lines again.
+metrics that are not reported yet, and the sizes and hashes of the metrics files, all as JSON. A run
+that resumes cuts off the lines that were written after the checkpoint, and writes the same lines
+again.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from manualpar.training.config import field_defaults, flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.monitoring.run_files import (
     CONFIG_FILE,
+    HASHES,
     PLACED_FILES,
     check_workdir,
     create_numbered_folder,
@@ -130,7 +132,7 @@ def check_continues(config: ml_collections.ConfigDict, workdir: AnyPath) -> list
 def _read_config(path: AnyPath) -> dict[str, Any]:
     if isinstance(path, BucketPath):
         return parse_object(path.read_bytes())
-    return read_object(path, follow_links=True)
+    return read_object(path)
 
 
 def _saved_config(workdir: AnyPath) -> dict[str, Any] | None:
@@ -222,9 +224,12 @@ def _check_extra(restored: Restored) -> None:
     try:
         extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Refuses deep JSON.
         parse_state(extra["recorder"])
-        numbers = [extra["position"], *(extra["files"][name] for name in PLACED_FILES)]
+        files = extra["files"]
+        numbers = [extra["position"], *(files[name] for name in PLACED_FILES)]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("the position or the size of a file is not a whole number")
+        if HASHES in files and not all(type(files[HASHES][x]) is str for x in PLACED_FILES):
+            raise TypeError("the hash of a file is not a string")
         numbers = [saved["number"] for saved in extra.get("stream", [])]
         names = [name for name, _ in extra.get("hooks", [])]
         if not all(type(x) is int for x in numbers) or not all(type(x) is str for x in names):

@@ -26,10 +26,10 @@ def test_a_sample_is_survived(reference, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_what_is_not_survived_is_seen(reference, tmp_path, monkeypatch):
-    metrics = at("metrics.jsonl", flip)
+    damage = at("throughput.jsonl", flip)
     chosen = [
         Case("a", "refused, but should not be", at(".lock", lambda path: path.mkdir()), GOES_ON),
-        Case("a", "goes on, but should not", metrics, REFUSED),
+        Case("a", "goes on, but should not", damage, REFUSED),
         Case("a", "another state", lambda workdir: None, GOES_ON, step=20),
         Case("a", "opens what is outside", lambda workdir: None, GOES_ON),
         Case("a", "another error", lambda workdir: None, REFUSED),

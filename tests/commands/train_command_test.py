@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -17,7 +18,9 @@ from manualpar.core.mesh.compiler_options import ChosenOptions
 from manualpar.core.modes.strategy import MODES
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
+from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.experiment import prepare
+from manualpar.training.trainer import StoppedError
 from tests.paths import ROOT
 from tests.training.broken_replicas import break_leaf
 from tests.training.monitoring.written import read_events, read_metrics
@@ -264,6 +267,38 @@ def test_replicas_that_differ_stop_a_run(monkeypatch, capsys):
     assert error.count("\n") == 1
     steps = [record["step"] for record in read_metrics(Path("runs/fsdp/001"))]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_report_that_fails_does_not_change_how_a_run_ends(monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise OSError(24, "Too many\nopen files")
+
+    monkeypatch.setattr("manualpar.training.monitoring.report.draw_charts", fail)
+    monkeypatch.setattr("manualpar.training.run.Trainer.train", lambda self, state, position: state)
+    command = _command("fsdp", *FEW_STEPS, "--workdir=run", "--force")
+    traced = prepare(command.config)
+    monkeypatch.setattr(main, "prepare", lambda *args, **kwargs: traced)
+    assert run_command(command) == 0
+    output, error = capsys.readouterr()
+    said = "run has no new report: [Errno 24] Too many open files\n"
+    assert f"\n{said}" in output
+    assert error == ""
+    ends = (
+        (CheckpointError("not saved"), 6, "; not saved"),
+        (StoppedError(2, is_saved=True), 75, "stopped after step 2, which is"),
+        (KeyboardInterrupt(), 130, "error: interrupted; "),
+    )
+    for end, code, sentence in ends:
+
+        def stop(self, state, position, end=end):
+            raise end
+
+        monkeypatch.setattr("manualpar.training.run.Trainer.train", stop)
+        shutil.rmtree("run")
+        assert run_command(command) == code
+        first, *others = capsys.readouterr().err.splitlines(keepends=True)
+        assert sentence in first
+        assert others == [f"also: {said}"]
 
 
 def test_our_own_mistakes_keep_their_traceback(monkeypatch):

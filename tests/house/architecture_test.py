@@ -19,6 +19,7 @@ from tests.house.source_rules import (
     find_misshapen_files,
     find_private_jax,
     find_stray_collectives,
+    find_stray_writers,
     find_summaries_without_verb,
     find_unchecked_shard_maps,
     find_undocumented,
@@ -46,6 +47,7 @@ SCOPES: list[tuple[Check, tuple[str, ...]]] = [
     (find_unchecked_shard_maps, PROGRAM),
     (find_import_effects, PROGRAM),
     (find_stray_collectives, PROGRAM),
+    (find_stray_writers, ("manualpar", "experiments")),
     (find_undocumented, ("manualpar",)),
     (find_summaries_without_verb, ("manualpar",)),
     (find_misshapen_files, PROGRAM),
@@ -183,6 +185,26 @@ BROKEN = [
         "from jax.lax import all_gather",
         "all_gather",
     ),
+    *(
+        (find_stray_writers, "manualpar.training.run", f"import os, io, shutil\nf = {code}", found)
+        for code, found in {
+            "open(path, 'a')": ":2: open outside manualpar.system.storage.untrusted",
+            "open(path, mode='r+b')": "open outside",
+            "path.open('xb')": "path.open outside",
+            "io.open(path, 'w')": "io.open outside",
+            "os.fdopen(os.open(path, flags), 'wb')": "os.open outside",
+            "os.open(path, os.O_RDWR | os.O_CREAT)": "os.open outside",
+            "(folder / name).write_text(text)": ".write_text outside",
+            "path.write_bytes(data)": "path.write_bytes outside",
+            "path.touch()": "path.touch outside",
+            "os.truncate(path, 3)": "os.truncate outside",
+            "shutil.copyfile(a, b)": "shutil.copyfile outside",
+            "shutil.copytree(a, b)": "shutil.copytree outside",
+            "figure.savefig(path)": "figure.savefig outside",
+            "EventsWriter(path)": "EventsWriter outside",
+            "save_file(tensors, path)": "save_file outside",
+        }.items()
+    ),
     (find_undocumented, "manualpar.core.mesh.splitting", "import jax", "no module docstring"),
     (
         find_undocumented,
@@ -266,6 +288,13 @@ SOUND = [
     ),
     ("manualpar.core.parameters.collectives", "from jax.lax import ppermute"),
     ("manualpar.core.program.program", "import jax\nindex = jax.lax.axis_index('data')"),
+    (
+        "manualpar.system.reports",
+        "import os, shutil, sys\nopen(path)\nopen(path, 'rb')\npath.open(encoding='utf-8')\n"
+        "os.open(path, os.O_RDONLY | os.O_NOFOLLOW)\nos.open(os.devnull, os.O_WRONLY)\n"
+        "os.fdopen(sys.stdout.fileno(), 'wb')\nshutil.rmtree(path)\npath.rename(other)\n"
+        "figure.savefig(memory, format='png')\ntensorstore.open(spec, create=True)",
+    ),
     (
         "manualpar.core.mesh.splitting",
         "class A:\n    '''A.'''\n    def __init__(self, x: int):\n        self._f = lambda y: y\n"

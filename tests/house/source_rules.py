@@ -88,6 +88,23 @@ MAY_COMMUNICATE = frozenset(
         "strategies.diloco.steps",
     }
 )
+# The only module that opens files on a disk for writing, or changes them by their paths.
+WRITER = "manualpar.system.storage.untrusted"
+# Functions and methods that write to a path. Moving and deleting change a folder, not a file.
+WRITING_FUNCTIONS = re.compile(
+    r"""
+    os\.(truncate|mkfifo|mknod|link|symlink) | shutil\.(copy|copy2|copyfile|copytree|move)
+    | numpy\.save\w* | tempfile\.mktemp | logging\.FileHandler
+    """,
+    re.VERBOSE,
+)
+WRITING_METHODS = frozenset(
+    {"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "tofile", "save_file"}
+)
+WRITING_CLASSES = frozenset({"EventsWriter", "EventFileWriter", "RecordWriter", "SummaryWriter"})
+# Functions and methods that write to a path if an argument is a mode such as "wb".
+OPENING = frozenset({"open", "FileIO", "fdopen", "memmap"})
+WRITING_FLAGS = ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC")
 # The only module that may use `check_vma=False`.
 UNCHECKED = "manualpar.layers.attention.unchecked"
 # Words that end with "s" like a verb in the third person, but are not verbs.
@@ -313,6 +330,55 @@ def find_stray_collectives(module: str, source: str) -> list[str]:
         for line, name in sorted(names)
         if name.startswith("jax.lax.") and name.split(".")[-1] in COLLECTIVES
     ]
+
+
+def find_stray_writers(module: str, source: str) -> list[str]:
+    """Finds code outside of `WRITER` that opens a file for writing, or writes to a path.
+
+    Pictures are drawn into memory, with the keyword `format`.
+    """
+    if module == WRITER:
+        return []
+    tree = _tree(source)
+    aliases = _aliases(tree)
+    findings = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = _dotted(node.func, aliases)
+        last = node.func.attr if isinstance(node.func, ast.Attribute) else called.split(".")[-1]
+        keywords = {keyword.arg for keyword in node.keywords}
+        writes = (
+            WRITING_FUNCTIONS.fullmatch(called)
+            or last in WRITING_METHODS
+            or last in WRITING_CLASSES
+            or (last == "savefig" and "format" not in keywords)
+            or (called == "os.open" and _opens_to_write(node))
+            or (called == "numpy.memmap" and "mode" not in keywords)
+            or (called != "os.open" and last in OPENING and _has_writing_mode(node))
+        )
+        # The descriptor of a stream that is open already, and the device that takes everything.
+        is_stream = called == "os.fdopen" and "fileno()" in ast.unparse(node.args[0])
+        is_null = called == "os.open" and ast.unparse(node.args[0]) == "os.devnull"
+        if writes and not is_stream and not is_null:
+            findings.append(f"{module}:{node.lineno}: {ast.unparse(node.func)} outside {WRITER}")
+    return findings
+
+
+def _opens_to_write(call: ast.Call) -> bool:
+    """Returns whether the flags of `os.open` are for writing, or are not visible in the call."""
+    flags = ast.unparse(call.args[1]) if len(call.args) > 1 else ""
+    return not flags.startswith("os.O_RDONLY") or any(flag in flags for flag in WRITING_FLAGS)
+
+
+def _has_writing_mode(call: ast.Call) -> bool:
+    """Returns whether an argument of a call that opens is a mode for writing."""
+    given = [*call.args[:2], *(one.value for one in call.keywords if one.arg == "mode")]
+    modes = [one.value for one in given if isinstance(one, ast.Constant)]
+    return any(
+        isinstance(mode, str) and re.fullmatch("[rwaxbtU+]{1,4}", mode) and set(mode) & set("wax+")
+        for mode in modes
+    )
 
 
 def _public_functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, FunctionNode]]:

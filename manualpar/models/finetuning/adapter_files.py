@@ -30,7 +30,7 @@ from manualpar.core.state.train_state import TrainState
 from manualpar.errors import printable, require
 from manualpar.models.finetuning.lora import DOWN, UP, LoRAInterface, adapted_path, is_adapter
 from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
-from manualpar.system.storage.untrusted import open_tensors, read_object
+from manualpar.system.storage.untrusted import open_tensors, read_object, write_file
 
 # -------------------------------------------------------------------------------------------------
 # Merges LoRA adapters into the kernels of their layers, on the devices.
@@ -294,7 +294,7 @@ def write_folder(name: str, target: Path, make_files: Callable[[], Mapping[str, 
             files = make_files()
             with writing(name, target), draft_of(target) as draft:
                 for file, data in files.items():
-                    (draft / file).write_bytes(data)
+                    write_file(draft / file, data)
                     sync(draft / file)
                 publish(draft, target)
 

@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -88,7 +87,7 @@ from manualpar.system.storage import (
     user_path,
     writing,
 )
-from manualpar.system.storage.untrusted import open_file
+from manualpar.system.storage.untrusted import copy_file, open_file, open_own_file, write_file
 
 # -------------------------------------------------------------------------------------------------
 # The target of an export: a folder on a disk or in a bucket that never shows an incomplete model.
@@ -204,7 +203,7 @@ class BucketTarget:
         """Implements `ExportTarget`."""
         with hold(self._target, report=logging.warning, remains=False) as self._check_lock:
             self.check_free()  # Another export may have ended after the first check.
-            (self._target / UNFINISHED).write_bytes(self._number)
+            write_file(self._target / UNFINISHED, self._number)
             for name in (CONFIG_FILE, *self._target.files()):
                 if name != UNFINISHED and not name.startswith(LOCK_PREFIX):
                     (self._target / name).delete()
@@ -350,7 +349,7 @@ def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None
                 if not is_empty(both):
                     out = part.turned(value)[within(both, part.bounds)]
                     copy_turned(out, shard[within(both, bounds)])
-            with path.open("r+b", buffering=0) as file:
+            with open_own_file(path, create=False) as file:
                 write_slice(file.fileno(), place, part.where, value)
 
 
@@ -642,12 +641,8 @@ def _write_rest(
 ) -> None:
     """Copies the files in `extras`; writes the config, and an index for several tensor files."""
     for name, source in extras.items():
-        with (
-            open_file(source, follow_links=True) as file,
-            target.file(name) as path,
-            path.open("wb") as copy,
-        ):
-            shutil.copyfileobj(file, copy)
+        with target.file(name) as path:
+            copy_file(source, path)
     texts = {}
     if len(files) > 1:
         total = sum(tensor.nbytes for of_file in files.values() for tensor in of_file)
@@ -656,4 +651,4 @@ def _write_rest(
     texts[CONFIG_FILE] = dict(config)
     for name, value in texts.items():
         with target.file(name) as path:
-            path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            write_file(path, json.dumps(value, indent=2) + "\n")

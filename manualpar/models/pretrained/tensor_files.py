@@ -27,7 +27,12 @@ import numpy as np
 from manualpar.core.state.state_arrays import list_some
 from manualpar.errors import printable, require
 from manualpar.system.storage import BucketPath, GivenPath, copied_folder, user_cache, user_path
-from manualpar.system.storage.untrusted import MAX_HEADER_BYTES, open_tensors, read_object
+from manualpar.system.storage.untrusted import (
+    MAX_HEADER_BYTES,
+    create_file,
+    open_tensors,
+    read_object,
+)
 
 # -------------------------------------------------------------------------------------------------
 # The bytes of a `.safetensors` file: finds each tensor's place, and reads and writes slices.
@@ -105,7 +110,7 @@ def create_tensor_file(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[i
     """Creates a file in which all tensors are zero."""
     header, _ = make_header(tensors)
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in tensors.values()]
-    with path.open("xb") as file:
+    with create_file(path) as file:
         file.write(header)
         file.truncate(len(header) + sum(sizes))
 

@@ -37,6 +37,7 @@ from manualpar.system.cluster.own_host import (
     name_findings,
 )
 from manualpar.system.storage import AnyPath
+from manualpar.system.storage.untrusted import write_file
 
 CONNECT_SECONDS = 3.0
 SHARED_FILE_SECONDS = 3.0  # A network file system may show a new file this late on other hosts.
@@ -267,7 +268,7 @@ def _shared_file(
         return
     name, content = f".preflight-{process}-{secrets.token_hex(8)}", secrets.token_hex(16)
     try:
-        (workdir / name).write_bytes(content.encode())
+        write_file(workdir / name, content)
     except OSError as error:
         mend = "make room there, or name another folder that this host may write to"
         yield [], [_fatal(f"cannot write to the workdir {workdir} ({error}); {mend}")]

@@ -6,6 +6,7 @@ at a time.
 """
 
 import contextlib
+import io
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from manualpar.core.tracing import scopes as purposes
 from manualpar.errors import require
 from manualpar.system.reports.tables import describe_bytes
+from manualpar.system.storage.untrusted import write_file
 
 INK, DARK, GREY, FAINT = "#222222", "#555555", "#B8BEC6", "#DDDDDD"
 # The palette: in all pictures, a colour stands for the same thing. The colours of strategies are
@@ -126,9 +128,11 @@ def saved_figure(path: Path, size: tuple[float, float], *, title: str) -> Iterat
     Raises:
       MissingExtraError: matplotlib is not installed.
     """
+    picture = io.BytesIO()
     with new_figure(path.name, size, title=title) as figure:
         yield figure
-        figure.savefig(path)
+        figure.savefig(picture, format="png")
+    write_file(path, picture.getvalue())
 
 
 def draw_bars(axes: Any, bars: Sequence[Bar], *, end: float = 0.0) -> None:

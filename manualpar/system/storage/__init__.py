@@ -32,6 +32,7 @@ from manualpar.system.storage.drafts import (
     path_of_draft,
     publish,
     sync,
+    waiting_for,
     writing,
 )
 from manualpar.system.storage.mirror import mirrored
@@ -65,6 +66,7 @@ __all__ = [
     "sync",
     "user_cache",
     "user_path",
+    "waiting_for",
     "writing",
     "writing_cache",
 ]

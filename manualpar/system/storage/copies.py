@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -22,9 +21,9 @@ from manualpar.system.storage.bucket_path import (
     open_for_reading,
     twice,
 )
-from manualpar.system.storage.drafts import FolderError
+from manualpar.system.storage.drafts import FolderError, waiting_for
+from manualpar.system.storage.untrusted import COPIED_BYTES, create_file, write_file
 
-COPIED_BYTES = 1 << 24  # A file is copied in parts of this size.
 NAME_BYTES = 255  # The longest file name that file systems allow.
 
 
@@ -81,7 +80,7 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
         for each, version in versions.items():
             target = copy if each == path else copy / each.relative_to(path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(each.read_bytes(version=version))
+            write_file(target, each.read_bytes(version=version))
         _check_same(versions, _versions(versions))
 
     twice(copy_all)
@@ -144,8 +143,7 @@ def copied_folder(
         folder = cache / "buckets" / key / _address(path)
         with writing_cache(cache, setting), contextlib.ExitStack() as stack:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(cache / "buckets" / f"{key}.lock", "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            stack.enter_context(waiting_for(cache / "buckets" / f"{key}.lock"))
             for file, version in files.items():
                 _copy(file, version, folder / file.relative_to(path))
         _check_same(files, versions())
@@ -161,7 +159,7 @@ def _copy(file: BucketPath, version: Version, copy: Path) -> None:
     draft = copy.with_name(f"{copy.name}.draft")
     draft.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open_for_reading(file, version=version) as source, draft.open("wb") as target:
+        with open_for_reading(file, version=version) as source, create_file(draft) as target:
             shutil.copyfileobj(source, target, COPIED_BYTES)
         draft.replace(copy)
     finally:

@@ -10,13 +10,13 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import io
 import json
 import os
 import re
 import secrets
 import shutil
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from manualpar.system.storage.bucket_path import AnyPath, BucketError, BucketPath
-from manualpar.system.storage.untrusted import NotAFileError, kind_of, parse_object
+from manualpar.system.storage.untrusted import open_own_file, parse_object, write_file
 
 # -------------------------------------------------------------------------------------------------
 # Locks a folder in a bucket, by an object that the server lets only one process create.
@@ -97,7 +97,7 @@ def hold(
         while not ended.wait(BEAT_SECONDS):
             began, beat = time.monotonic(), beat + 1
             with contextlib.suppress(BucketError):  # If errors last long, `check` raises an error.
-                lock.write_bytes(_text(owner, beat=beat))
+                write_file(lock, _text(owner, beat=beat))
                 renewed[0] = began
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
@@ -109,7 +109,7 @@ def hold(
         thread.join()
         with contextlib.suppress(BucketError):  # Then the lock expires after `LEASE_SECONDS`.
             if remains:
-                lock.write_bytes(_text(owner, is_free=True))
+                write_file(lock, _text(owner, is_free=True))
             else:
                 for each in _numbers(folder):
                     if 0 < each <= number:
@@ -131,7 +131,7 @@ def _acquire(folder: BucketPath, owner: dict[str, Any], report: Callable[[str], 
         raise HeldError(_show(_read(mine)))
     # A server that supports this lock refuses to create the object a second time.
     if mine.create(_text(owner, is_second=True)):
-        mine.write_bytes(_text(owner))
+        write_file(mine, _text(owner))
         report(
             f"{folder} is not locked, because its server lets a second request create an object "
             "that exists: make sure that no other run writes there"
@@ -229,6 +229,18 @@ class FileLock(NamedTuple):
 
 
 @contextlib.contextmanager
+def waiting_for(path: Path) -> Iterator[None]:
+    """Waits until no other process has locked a file; locks it while the context lasts.
+
+    Raises:
+      OSError: The file cannot be opened or locked, or is no regular file.
+    """
+    with open_own_file(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
 def hold_file(
     path: Path, *, folder: Path, report: Callable[[str], None], remains: bool
 ) -> Iterator[FileLock]:
@@ -245,68 +257,66 @@ def hold_file(
       HeldError: Another process has the lock; the message names the process.
       OSError: The file cannot be opened or written, or is no regular file.
     """
-    descriptors: list[int] = []
+    files: list[io.FileIO] = []
 
     def close() -> None:
-        while descriptors:
-            os.close(descriptors.pop())
+        while files:
+            files.pop().close()
 
     def check() -> None:
-        if not descriptors or not _is_same(descriptors[0], path):
+        if not files or not _is_same(files[0], path):
             close()
-            _take(path, folder, descriptors, report)
+            _take(path, folder, files, report)
 
     os.register_at_fork(after_in_child=close)
     try:
-        is_locked = _take(path, folder, descriptors, report)
+        is_locked = _take(path, folder, files, report)
         try:
             yield FileLock(is_locked, check)
         finally:
-            # A forked copy has closed the descriptor, and so has `check` if the lock was lost.
-            if descriptors:
+            # A forked copy has closed the file, and so has `check` if the lock was lost.
+            if files:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(descriptors[0], 0)
-                    if not remains and _is_same(descriptors[0], path):
+                    files[0].truncate(0)
+                    if not remains and _is_same(files[0], path):
                         path.unlink()
     finally:
         close()
 
 
-def _take(path: Path, folder: Path, descriptors: list[int], report: Callable[[str], None]) -> bool:
+def _take(path: Path, folder: Path, files: list[io.FileIO], report: Callable[[str], None]) -> bool:
     """Opens and locks the file, and writes the owner into it; returns whether it is locked."""
     until = time.monotonic() + DYING_SECONDS
     while True:
-        if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):
-            raise NotAFileError(f"is {kind_of(mode)}, expected a file")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = open_own_file(path)
         try:
-            is_locked = _lock(descriptor, folder, until, report)
+            is_locked = _lock(file, folder, until, report)
         except BaseException:
-            os.close(descriptor)
+            file.close()
             raise
         # The previous owner may have deleted the file after it was opened and before it was locked.
-        if not is_locked or _is_same(descriptor, path):
+        if not is_locked or _is_same(file, path):
             break
-        os.close(descriptor)
-    descriptors.append(descriptor)
+        file.close()
+    files.append(file)
     owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps(owner).encode())
+    file.truncate(0)
+    file.write(json.dumps(owner).encode())
     return is_locked
 
 
-def _lock(descriptor: int, folder: Path, until: float, report: Callable[[str], None]) -> bool:
+def _lock(file: io.FileIO, folder: Path, until: float, report: Callable[[str], None]) -> bool:
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() >= until:
-                raise HeldError(_owner(descriptor)) from None
+                raise HeldError(_owner(file)) from None
             time.sleep(0.05)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
@@ -318,16 +328,16 @@ def _lock(descriptor: int, folder: Path, until: float, report: Callable[[str], N
             return False
 
 
-def _is_same(descriptor: int, path: Path) -> bool:
+def _is_same(file: io.FileIO, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except FileNotFoundError:
         return False
 
 
-def _owner(descriptor: int) -> str:
+def _owner(file: io.FileIO) -> str:
     try:
-        owner = parse_object(os.pread(descriptor, LONGEST_OWNER, 0))
+        owner = parse_object(os.pread(file.fileno(), LONGEST_OWNER, 0))
         return f": process {owner['pid']} on {owner['host']}, since {owner['since']}"
     except (KeyError, OSError, ValueError):
         return ""

@@ -2,12 +2,13 @@
 
 A killed process loses its buffers, and a full disk may store only a part of a write. So lines are
 appended without a buffer, and a file is replaced by renaming a new file over it. A process can
-write to an open file even after the file was deleted. So before each line, the path is checked. An
-error's message is one sentence.
+write to an open file even after the file was deleted or cut by somebody. So before each line, the
+path and the file's size are checked. An error's message is one sentence.
 """
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manualpar.system.storage import AnyPath, BucketError
-from manualpar.system.storage.untrusted import NotAFileError, create_file
+from manualpar.system.storage.untrusted import COPIED_BYTES, create_file, open_own_file
 
 
 class WriteError(ValueError):
@@ -59,20 +60,24 @@ def explained(path: AnyPath) -> Iterator[None]:
 
 
 def replace_file(path: Path, text: str | bytes) -> None:
+    """Replaces a file, see `put_file`; raises a `WriteError` if the file cannot be written."""
+    with explained(path):
+        # The text may contain file names that are not valid Unicode.
+        put_file(path, text.encode(errors="backslashreplace") if isinstance(text, str) else text)
+
+
+def put_file(path: Path, data: bytes) -> None:
     """Replaces a file; if the process is killed, the file has its old or its new content.
 
-    If the path is a link, the link is replaced, not followed. Raises a `WriteError` if the file
+    If the path is a link, the link is replaced, not followed. Raises an `OSError` if the file
     cannot be written.
     """
     draft = path.with_name(f".{path.name}.draft")
-    with explained(path):
-        # The text may contain file names that are not valid Unicode.
-        data = text.encode(errors="backslashreplace") if isinstance(text, str) else text
-        with create_file(draft) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+    with create_file(draft) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
 
 
 def is_in_place(path: Path, opened: os.stat_result) -> bool:
@@ -97,54 +102,86 @@ def check_in_place(path: Path, opened: os.stat_result) -> None:
     )
 
 
-class LineFile:
-    """A file to which JSON lines are appended without a buffer, each completely or not at all.
+class AppendedFile:
+    """A file to which records are appended without a buffer, each completely or not at all.
 
-    Every method raises a `WriteError` if the file cannot be written. `append` and `sync` also raise
-    a `WriteError` if the file was deleted or replaced. If it was deleted and its folder still
-    exists, its content is first written again, so that no lines are lost.
+    Every method raises a `WriteError` if the file cannot be written. `write`, `sync` and `cut` also
+    raise a `WriteError` if the file was deleted or replaced, or if its size has changed. If it was
+    deleted and its folder still exists, its content is first written again, so that nothing is
+    lost.
+
+    Attributes:
+      size: The bytes of the file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the file; if a killed process left the last line unfinished, ends it."""
+        """Opens or creates the file, which may be neither a link nor have several names."""
         self._path = path
         with explained(path):
-            if path.is_fifo():
-                raise NotAFileError("is a FIFO, expected a file")  # Opening a FIFO would wait.
-            self._file = path.open("a+b", buffering=0)
-            if size := self._file.seek(0, os.SEEK_END):
-                self._file.seek(size - 1)
-                if self._file.read(1) != b"\n":
-                    self._file.write(b"\n")
+            self._file = open_own_file(path, appends=True)
+        try:
+            self._begin()
+        except BaseException:
+            self._file.close()
+            raise
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Writes a line; if the disk cannot store the complete line, writes nothing."""
-        data = json.dumps(record, allow_nan=False).encode() + b"\n"
-        self._check_in_place()
+    @property
+    def sha256(self) -> str:
+        """The hash of what was found in the file and written to it since."""
+        return self._hash.hexdigest()
+
+    def write(self, data: bytes) -> None:
+        """Appends a record; if the disk cannot store the complete record, appends nothing."""
+        self._check_as_left()
         with explained(self._path):
-            before = os.fstat(self._file.fileno()).st_size
+            rest = memoryview(data)
             try:
-                while data:
-                    data = data[self._file.write(data) :]
+                while rest:
+                    rest = rest[self._file.write(rest) :]
             except OSError:
                 with contextlib.suppress(OSError):  # Only the first error is reported.
-                    self._file.truncate(before)
+                    self._file.truncate(self.size)
                 raise
+        self._take(data)
 
-    def sync(self) -> int:
-        """Waits until all lines are on the disk; returns the file's size in bytes."""
-        self._check_in_place()
+    def sync(self) -> None:
+        """Waits until all records are on the disk."""
+        self._check_as_left()
         with explained(self._path):
             os.fsync(self._file.fileno())
-            return os.fstat(self._file.fileno()).st_size
+
+    def cut(self, size: int) -> None:
+        """Cuts off all bytes after the first `size`, if there are so many."""
+        check_in_place(self._path, self._opened())
+        with explained(self._path):
+            if os.fstat(self._file.fileno()).st_size > size:
+                self._file.truncate(size)
+        self._begin()
 
     def close(self) -> None:
         """Closes the file. There is no buffer to write."""
-        self._file.close()
-
-    def _check_in_place(self) -> None:
         with explained(self._path):
-            opened = os.fstat(self._file.fileno())
+            self._file.close()
+
+    def _begin(self) -> None:
+        """Finds the size and the hash of the file."""
+        self.size, self._hash = 0, hashlib.sha256()
+        with explained(self._path):
+            self._file.seek(0)
+            while data := self._file.read(COPIED_BYTES):
+                self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        self.size += len(data)
+        self._hash.update(data)
+
+    def _opened(self) -> os.stat_result:
+        with explained(self._path):
+            return os.fstat(self._file.fileno())
+
+    def _check_as_left(self) -> None:
+        """Raises a `WriteError` if somebody has deleted, replaced, cut or extended the file."""
+        opened = self._opened()
         try:
             check_in_place(self._path, opened)
         except WriteError:
@@ -152,3 +189,25 @@ class LineFile:
                 self._file.seek(0)
                 replace_file(self._path, self._file.read())
             raise
+        if opened.st_size != self.size:
+            raise WriteError(
+                f"the results cannot be written: {self._path} has {opened.st_size:,} bytes, "
+                f"expected {self.size:,}, because somebody has changed it while this run was "
+                "writing to it; start the same command again to go on from the latest checkpoint."
+            )
+
+
+class LineFile(AppendedFile):
+    """A file of JSON lines; if a killed process left its last line unfinished, ends this line."""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Appends a line, see `write`."""
+        self.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+    def _begin(self) -> None:
+        super()._begin()
+        with explained(self._path):
+            self._file.seek(max(self.size - 1, 0))
+            is_unfinished = self._file.read(1) not in (b"", b"\n")
+        if is_unfinished:
+            self.write(b"\n")

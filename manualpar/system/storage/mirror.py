@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from manualpar.system.storage.bucket_path import AnyPath, BucketError, BucketPath
+from manualpar.system.storage.untrusted import write_file
 
 PUT_SECONDS = 60.0
 FIRST = ("discarded.jsonl",)
@@ -45,7 +46,7 @@ class Mirror:
             if not name.startswith(self._left_out):
                 path = self._local / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes((self._folder / name).read_bytes())
+                write_file(path, (self._folder / name).read_bytes())
                 self._put[name] = _state(path)
 
     def publish(self) -> None:
@@ -63,7 +64,7 @@ class Mirror:
             if changed:
                 self._check()
             for name in sorted(changed, key=lambda name: (name not in FIRST, name)):
-                (self._folder / name).write_bytes(names[name].read_bytes())
+                write_file(self._folder / name, names[name].read_bytes())
                 self._put[name] = changed[name]
 
 

@@ -1,21 +1,33 @@
-"""Reads files and JSON without trusting them, because anybody may have written them.
+"""Opens files, and reads JSON, without trusting the folders in which the files are.
 
-A path may lead to something other than a regular file. A FIFO makes a reader wait forever, a device
-has no end, a link may lead out of the folder, and deeply nested JSON exhausts the stack. Here each
-of these cases raises an error whose message names the case.
+Anybody may have written the files, and may have put something else in their places. A FIFO makes a
+reader wait forever, a device has no end, a link may lead out of the folder, and deeply nested JSON
+exhausts the stack. A writer that follows a link, or that changes a file with a second name (a hard
+link), destroys the content of another file. Here each of these cases raises an error whose message
+names the case.
+
+All files that this package writes on a disk are opened here, and a test looks for other places. A
+library may open files of its own, if this package made their folder new (Orbax, the profiler). Only
+a path that a user has named as the output of a command is followed wherever it leads.
 
 Every message is the end of a sentence that begins with the name of the file: `is a FIFO, ...`.
 """
 
+import contextlib
 import io
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from manualpar.system.storage.bucket_path import AnyPath
 
 MAX_BYTES = 1 << 26
 MAX_DEPTH = 64
+COPIED_BYTES = 1 << 24  # A file is copied in parts of this size.
 # The most bytes in a `.safetensors` header. A tensor needs about 130 bytes, and reading the entries
 # of 50,000 tensors takes a second. The largest model of the supported families has 24,000 tensors.
 MAX_HEADER_BYTES = 1 << 24
@@ -31,7 +43,7 @@ KINDS = {
 
 
 class NotAFileError(OSError):
-    """A path leads to something other than a regular file; the message names its kind."""
+    """A path leads to something other than a regular file, or to a file with several names."""
 
 
 def kind_of(mode: int) -> str:
@@ -107,6 +119,70 @@ def create_file(path: Path) -> io.BufferedWriter:
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def write_file(path: "AnyPath", data: bytes | str) -> None:
+    """Writes a new file, see `create_file`, or an object in a bucket. Text is encoded as UTF-8.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    if not isinstance(path, Path):
+        path.write_bytes(data)
+        return
+    with create_file(path) as file:
+        file.write(data)
+
+
+def write_named_file(path: "AnyPath", data: bytes | str) -> None:
+    """Writes a file that a user has named for the output of a command, or an object in a bucket.
+
+    As with `>` in a shell, the path may be a link, or a device such as `/dev/stdout`.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copies a file, which may be a link, to a new file; see `open_file` and `create_file`."""
+    with open_file(source, follow_links=True) as file, create_file(path) as copy:
+        shutil.copyfileobj(file, copy, COPIED_BYTES)
+
+
+def open_own_file(path: Path, *, create: bool = True, appends: bool = False) -> io.FileIO:
+    """Opens a file to read it and to change it, without a buffer; never waits.
+
+    Args:
+      path: The file.
+      create: Whether to create the file if it does not exist.
+      appends: Whether every write goes to the end of the file.
+
+    Raises:
+      NotAFileError: The path leads to a link, a folder, a FIFO, a socket or a device, or the file
+        has several names (hard links), so that a change would appear under the other names too.
+      OSError: The file cannot be opened.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _refuse_other_kinds(os.lstat(path).st_mode)
+    # The path may lead to another file by now, see `open_file`.
+    flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW
+    flags |= (os.O_CREAT if create else 0) | (os.O_APPEND if appends else 0)
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        found = os.fstat(descriptor)
+        _refuse_other_kinds(found.st_mode)
+        if found.st_nlink > 1:
+            raise NotAFileError(
+                f"has {found.st_nlink} names (hard links), expected one, because all of them would "
+                "show what is written; put a copy in its place"
+            )
+    except NotAFileError:
+        os.close(descriptor)
+        raise
+    return io.FileIO(descriptor, "r+")
 
 
 def parse_object(text: bytes | str, *, allow_nan: bool = False) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from manualpar.core.state.state_arrays import Leaf
 from manualpar.core.state.train_state import TrainState
 from manualpar.system.cluster.agreement import JSON
 from manualpar.system.storage import CONTEXT, BucketError, BucketPath, key_value_store, request
-from manualpar.system.storage.untrusted import parse_object
+from manualpar.system.storage.untrusted import parse_object, write_file
 from manualpar.training.checkpoints.saved_state import (
     CHUNK_BYTES,
     leaves_to_read,
@@ -198,10 +198,10 @@ def _write(path: BucketPath, copies: dict[tuple[str, ...], Stored], texts: dict[
     names = [f"state/{folder.name}/{name}" for name in folder.files()]
     if process == 0:
         for name, content in texts.items():
-            (path / name).write_bytes(json.dumps(content).encode())
+            write_file(path / name, json.dumps(content))
         names += texts
     files = hash_files(path, names)
-    (path / _part_name(process)).write_bytes(json.dumps(files).encode())
+    write_file(path / _part_name(process), json.dumps(files))
 
 
 def _write_arrays(folder: BucketPath, copies: dict[tuple[str, ...], Stored]) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol
 import jax
 
 from manualpar.system.storage import AnyPath, BucketPath
+from manualpar.system.storage.untrusted import write_file
 from manualpar.training.checkpoints import bucket_arrays, manifest, retention
 from manualpar.training.checkpoints.bucket_arrays import BucketArrays
 from manualpar.training.checkpoints.manifest import MANIFEST, DamagedError, Manifest
@@ -195,7 +196,7 @@ class _BucketFolder:
         path, processes = self.unfinished(step), jax.process_count()
         files = bucket_arrays.complete_checkpoint(path, processes=processes, seconds=self.seconds)
         text = manifest.manifest_text(Manifest(step, manifest.finite(metrics), files))
-        (path / MANIFEST).write_bytes(text.encode())
+        write_file(path / MANIFEST, text)
         bucket_arrays.delete_parts(path, processes=processes)
 
     def metrics(self) -> dict[int, Mapping[str, float]]:

@@ -54,6 +54,7 @@ MEANINGS: dict[int, str] = {
     errno.EPERM: "permission denied: choose a workdir that you may write to, or change its mode",
     errno.EFBIG: "a file is larger than allowed: raise the limit (`ulimit -f`), or choose another "
     "file system",
+    errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`)",
     errno.ENOTDIR: "a part of the path is a file, not a folder: choose another workdir",
     errno.EIO: "the disk reports an input/output error: it may be failing; choose another one",
 }

@@ -286,6 +286,7 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        first = error
         try:
             if error is None:
                 self.wait()
@@ -295,11 +296,19 @@ class Checkpoints:
                 error.add_note(failure)
         except CheckpointError as second:
             if error is None:
+                first = second
                 raise
             error.add_note(str(second))
         finally:
             self._background.shutdown()
-            self._arrays.close()
+            try:
+                self._arrays.close()
+            except Exception as third:
+                if first is None:
+                    raise
+                # After a failed save, Orbax raises the save's error once more.
+                if not isinstance(first, CheckpointError):
+                    first.add_note(f"Orbax was not closed: {explain_failure(third)}")
 
     def _finish(self, step: int, after: int, metrics: Mapping[str, float]) -> str:
         """Waits for the write; process 0 completes the checkpoint. Returns the failure, or ''."""

@@ -98,7 +98,12 @@ class StepProfiler:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._step.close()
         if self._is_tracing:
-            self._stop()
+            try:
+                self._stop()
+            except Exception as failure:  # Of JAX and of the disk.
+                if not isinstance(error, BaseException):
+                    raise
+                error.add_note(f"the profile was not written: {failure}")
         elif self.steps and not self._is_done:
             first, last = self.steps[0], self.steps[-1]
             self.say(f"profile: the run made no step from {first} to {last}, so there is none")

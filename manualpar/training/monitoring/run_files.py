@@ -14,22 +14,25 @@ event file has the original values.
 
 A run that resumes from a checkpoint repeats all steps after the checkpoint. So `metrics.jsonl` and
 `throughput.jsonl` are cut back to their *place*: their sizes in bytes at the checkpoint. A place is
-always the end of a line. The lines after the place are first copied to `discarded.jsonl` and then
-cut off. If the process is killed between the copy and the cut, the next resume copies the lines
-once more.
+always the end of a line, and has the SHA-256 of the bytes before it, which shows if an old line was
+changed. The lines after the place are first copied to `discarded.jsonl` and then cut off. If the
+process is killed between the copy and the cut, the next resume copies the lines once more.
 
 `write` returns after it has passed the lines and events to the operating system, so a killed run
 loses none of them.
-tensorboardX writes the events, but not through its `SummaryWriter`. When a disk is full, the thread
-of a `SummaryWriter` dies, and its queue then keeps the process from ending.
+No file here may be a link or have a second name, see `manualpar.system.storage.untrusted`. The
+writers of tensorboardX would follow a link, so only its messages and checksums are used here.
 """
 
 import contextlib
 import datetime
+import hashlib
 import itertools
 import json
 import math
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,19 +40,20 @@ from typing import Any, Self
 
 from manualpar.system.storage import AnyPath
 from manualpar.system.storage.durable_files import (
+    AppendedFile,
     LineFile,
     WriteError,
-    check_in_place,
     explained,
     replace_file,
 )
-from manualpar.system.storage.untrusted import open_file, parse_object, read_file
+from manualpar.system.storage.untrusted import COPIED_BYTES, open_file, parse_object, read_file
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 THROUGHPUT_FILE = "throughput.jsonl"
 DISCARDED_FILE = "discarded.jsonl"
-PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place consists of the sizes of these files.
+PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place has the sizes of these files.
+HASHES = "sha256"  # A place's key for the hashes of these files; old checkpoints have none.
 
 
 def check_workdir(workdir: AnyPath, flag: str = "--workdir") -> None:
@@ -87,7 +91,7 @@ class RunWriter:
         workdir: Path,
         *,
         config: Mapping[str, Any],
-        place: Mapping[str, int] | None = None,
+        place: Mapping[str, Any] | None = None,
         step: int = 0,
         report: Callable[[str], None] = print,
         process: int = 0,
@@ -108,8 +112,9 @@ class RunWriter:
 
         Raises:
           ValueError: `place` does not have the sizes of the two files.
-          WriteError: `metrics.jsonl` is missing, is shorter than its size in `place`, or has no
-            line that ends at this size.
+          WriteError: `metrics.jsonl` is missing, is shorter than its size in `place`, has no line
+            that ends at this size, or has other bytes before it than at the checkpoint; or one of
+            the files is a link or no file.
         """
         self.workdir = workdir
         self._publish = publish
@@ -117,26 +122,21 @@ class RunWriter:
         if process:
             return
         if place is not None:
-            _cut_back(workdir, place, step=step, reason="resumed", report=report)
+            _keep_lines_beyond(workdir, place, step=step, reason="resumed", report=report)
         with explained(workdir):
             workdir.mkdir(parents=True, exist_ok=True)
         _store_config(workdir, config)
-        self._files |= {name: LineFile(workdir / name) for name in PLACED_FILES}
-        # TensorBoard reads event files in the order of their names. A name contains the time of the
-        # start in seconds; the number orders files of the same second.
-        number = len(list(workdir.glob("events.out.tfevents.*")))
-        self._events_path = workdir.absolute() / "events"
-        with explained(self._events_path):
-            # Imported here, because tensorboardX imports torch if it is installed.
-            from tensorboardX.event_file_writer import EventsWriter
-
-            self._events = EventsWriter(str(self._events_path), f".{number:04d}")
-            there = workdir.absolute().glob("events.out.tfevents.*")
-            self._events_path = max(there, key=lambda path: path.stat().st_mtime_ns)
-            self._events_opened = os.stat(self._events_path)
-        if place is not None:
-            self._forget_events(place, step)
-        publish()
+        with contextlib.ExitStack() as stack:
+            for name in PLACED_FILES:
+                self._files[name] = stack.enter_context(
+                    contextlib.closing(LineFile(workdir / name))
+                )
+            self._events = stack.enter_context(contextlib.closing(_open_events(workdir)))
+            self._write_event(file_version="brain.Event:2")
+            if place is not None:
+                self._cut_back(place, step)
+            publish()
+            self._opened = stack.pop_all()  # After an error, the files are closed here.
 
     def write(
         self,
@@ -161,24 +161,28 @@ class RunWriter:
         scalars = [{"tag": f"{split}/{key}", "simple_value": values[key]} for key in values]
         self._write_event(step=step, summary={"value": scalars})
 
-    def place(self) -> dict[str, int]:
+    def place(self) -> dict[str, Any]:
         """Flushes the files in `PLACED_FILES` to the disk, and returns their sizes in bytes.
 
-        A checkpoint stores these sizes. Later `__init__` or `go_back` cuts the files back to these
-        sizes. On processes other than 0 the result is empty.
+        A checkpoint stores these sizes, and the hash of each file under `HASHES`. Later `__init__`
+        or `go_back` cuts the files back to these sizes, and compares the hashes. On processes other
+        than 0 the result is empty.
         """
-        place = {name: lines.sync() for name, lines in self._files.items()}
-        if place:
-            self._publish()
-        return place
+        if not self._files:
+            return {}
+        for lines in self._files.values():
+            lines.sync()
+        self._publish()
+        sizes = {name: lines.size for name, lines in self._files.items()}
+        return {**sizes, HASHES: {name: lines.sha256 for name, lines in self._files.items()}}
 
     def go_back(
-        self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
+        self, place: Mapping[str, Any], *, step: int, report: Callable[[str], None] = print
     ) -> None:
         """Cuts the files back to a checkpoint during the run, as `__init__` does at a resume."""
         if self._files:
-            _cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
-            self._forget_events(place, step)
+            _keep_lines_beyond(self.workdir, place, step=step, reason="rolled back", report=report)
+            self._cut_back(place, step)
 
     def __enter__(self) -> Self:
         return self
@@ -186,30 +190,38 @@ class RunWriter:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if not self._files:
             return
-        for lines in self._files.values():
-            lines.close()
         try:
-            with explained(self._events_path):
-                self._events.close()
+            self._opened.close()
         except WriteError:
             if error is None:  # Otherwise only `error` is reported, because it came first.
                 raise
 
-    def _forget_events(self, place: Mapping[str, int], step: int) -> None:
-        """Makes TensorBoard drop all events after the checkpoint of `step`."""
+    def _cut_back(self, place: Mapping[str, Any], step: int) -> None:
+        """Cuts the files back to a place, and makes TensorBoard drop all later events."""
+        for name, lines in self._files.items():
+            lines.cut(place[name])
         # If the run starts over, it writes the evaluation of step 0 again.
-        first = step + 1 if any(place.values()) else 0
+        first = step + 1 if any(place[name] for name in PLACED_FILES) else 0
         self._write_event(step=first, session_log={"status": "START"})
 
     def _write_event(self, **fields: Any) -> None:
-        """Writes an `Event` of TensorBoard with these fields and the time."""
+        """Writes an `Event` of TensorBoard with these fields and the time, as a TFRecord."""
+        # Imported here, because tensorboardX imports torch if it is installed.
         from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.record_writer import masked_crc32c
 
-        event = Event(wall_time=time.time(), **fields)
-        check_in_place(self._events_path, self._events_opened)
-        with explained(self._events_path):
-            self._events.write_event(event)
-            self._events.flush()
+        data = Event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+        self._events.write(length + checksums[0] + data + checksums[1])
+
+
+def _open_events(workdir: Path) -> AppendedFile:
+    """Opens a new event file; TensorBoard reads event files in the order of their names."""
+    # A name contains the time of the start in seconds; the number orders files of the same second.
+    number = len(list(workdir.glob("events.out.tfevents.*")))
+    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{number:04d}"
+    return AppendedFile(workdir / name)
 
 
 def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
@@ -217,7 +229,7 @@ def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
     path, text = workdir / CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n"
     with explained(path):
         if path.exists():
-            earlier = read_file(path, follow_links=True)
+            earlier = read_file(path)
             # A file that is not JSON differs from every config.
             with contextlib.suppress(ValueError):
                 if parse_object(earlier) == parse_object(text):  # Fields may be in another order.
@@ -227,26 +239,27 @@ def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
                 number += 1
             last = workdir / f"config.{number - 1}.json"
             # A resume that was killed at this place may already have copied the earlier config.
-            if not last.exists() or read_file(last, follow_links=True) != earlier:
+            if not last.exists() or read_file(last) != earlier:
                 replace_file(workdir / f"config.{number}.json", earlier)
     replace_file(path, text)
 
 
-def _cut_back(
+def _keep_lines_beyond(
     workdir: Path,
-    place: Mapping[str, int],
+    place: Mapping[str, Any],
     *,
     step: int,
     reason: str,
     report: Callable[[str], None],
 ) -> None:
-    """Cuts files back to the place of the checkpoint of `step`; keeps the lines that are cut off.
+    """Copies the lines after the place of the checkpoint of `step` to `discarded.jsonl`.
 
     If `metrics.jsonl` is damaged before the place, the function raises an error and changes no
     file. If `throughput.jsonl` is damaged, it is only reported, because the lines of this file
     differ in every run.
     """
-    if set(place) != set(PLACED_FILES) or any(size < 0 for size in place.values()):
+    sizes = {name: size for name, size in place.items() if name != HASHES}
+    if set(sizes) != set(PLACED_FILES) or any(size < 0 for size in sizes.values()):
         raise ValueError(
             f"place is {dict(place)}, expected the size in bytes of each of "
             f"{' and '.join(PLACED_FILES)}, as RunWriter.place() gives it on process 0."
@@ -255,14 +268,14 @@ def _cut_back(
     for name in PLACED_FILES:
         path = workdir / name
         with explained(path):
-            data, damage = _read_beyond(path, place[name])
+            data, damage = _read_beyond(path, place[name], place.get(HASHES, {}).get(name))
         if damage and name == METRICS_FILE:
             raise WriteError(
                 f"{path} cannot be continued: {damage}; put the file back as the run left it, or "
                 "start a new run in another folder."
             )
         if damage:
-            report(f"continuing {path} although lines are missing: {damage}")
+            report(f"continuing {path} although lines are missing or changed: {damage}")
         lines_beyond[name] = data.decode(errors="backslashreplace").splitlines()
     with contextlib.closing(LineFile(workdir / DISCARDED_FILE)) as discarded:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -270,26 +283,29 @@ def _cut_back(
         entry = {"resumed_after_step": step, "reason": reason, "time": now, "note": note}
         discarded.append(entry | lines_beyond)
         discarded.sync()
-    for name, size in place.items():
-        path = workdir / name
-        with explained(path):
-            if path.exists() and os.stat(path).st_size > size:
-                os.truncate(path, size)
-        LineFile(path).close()  # If the last line of a damaged file is unfinished, ends the line.
 
 
-def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
-    """Returns a file's bytes after the first `size`, and the reason if no line ends there."""
+def _read_beyond(path: Path, size: int, sha256: str | None) -> tuple[bytes, str]:
+    """Returns a file's bytes after the first `size`, and how the earlier bytes are damaged.
+
+    Without `sha256`, only the last of the earlier bytes is checked: a line must end there.
+    """
     data, found = b"", "but the file is missing"
-    if path.exists():
-        with open_file(path, follow_links=True) as file:
-            file.seek(max(size - 1, 0))
-            last = file.read(min(size, 1))
+    if os.path.lexists(path):
+        with open_file(path) as file:
+            before, last, left = hashlib.sha256(), b"", size
+            while left and (part := file.read(min(left, COPIED_BYTES))):
+                before.update(part)
+                last, left = part[-1:], left - len(part)
             data = file.read()
-            length = os.fstat(file.fileno()).st_size
-        if last == b"\n":
+        if left:
+            found = f"but the file has {size - left} bytes"
+        elif last != b"\n":
+            found = "but that is inside a line"
+        elif sha256 not in (None, before.hexdigest()):
+            found = "but bytes before that have changed since"
+        else:
             return data, ""
-        found = "but that is inside a line" if last else f"but the file has {length} bytes"
     # If `size` is 0, the file may be missing: the run was killed before it opened all files.
     damage = f"the checkpoint found the end of a line after {size} bytes, {found}"
     return data, damage if size else ""

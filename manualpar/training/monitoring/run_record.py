@@ -7,6 +7,7 @@ the line has a gap there.
 import contextlib
 import dataclasses
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -298,7 +299,7 @@ def read_run(workdir: Path) -> RunRecord:
     left_out: list[str] = []
     path, config = workdir / CONFIG_FILE, {}
     try:
-        config = read_object(path, follow_links=True) if path.exists() else {}
+        config = read_object(path) if os.path.lexists(path) else {}
     except (OSError, ValueError) as error:
         left_out.append(_explain_left_out(path, error))
     metrics = _read_lines(workdir / METRICS_FILE, _check_numbers, left_out)
@@ -317,7 +318,7 @@ def _read_lines(
     """
     records, damaged, reason, number = [], [], "", 0
     try:
-        with open_file(path, follow_links=True) as file:
+        with open_file(path) as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from manualpar.system.storage.untrusted import (
     NotAFileError,
     create_file,
     open_file,
+    open_own_file,
     open_tensors,
     parse_object,
     read_file,
@@ -59,11 +61,39 @@ def others(folder):
     ]
 
 
-def test_only_files_are_opened(tmp_path, monkeypatch):
+@pytest.mark.parametrize("open_one", [open_file, open_own_file])
+def test_only_files_are_opened(open_one, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # The name of a socket is short.
     for path, kind in others(tmp_path.relative_to(tmp_path)):
         with pytest.raises(NotAFileError, match=f"^is {kind}, expected a file$"):
-            open_file(path)
+            open_one(Path(path))
+    assert not Path("none").exists()
+
+
+def test_a_file_is_changed_unless_it_has_a_second_name(tmp_path):
+    for text in (b"old", b"new"):
+        with open_own_file(tmp_path / "file") as file:
+            file.write(text)
+    with open_own_file(tmp_path / "file", appends=True) as file:
+        file.write(b" and more")
+    assert (tmp_path / "file").read_bytes() == b"new and more"
+    with pytest.raises(FileNotFoundError):
+        open_own_file(tmp_path / "none", create=False)
+    (tmp_path / "second").hardlink_to(tmp_path / "file")
+    with pytest.raises(NotAFileError, match=r"^has 2 names \(hard links\), expected one, because"):
+        open_own_file(tmp_path / "file")
+
+
+def test_a_link_that_takes_the_place_of_a_file_is_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "precious").write_text("keep")
+    (tmp_path / "link").symlink_to("precious")
+    a_file = os.stat(tmp_path / "precious")
+    monkeypatch.setattr("manualpar.system.storage.untrusted.os.lstat", lambda path: a_file)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_own_file(tmp_path / "link")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(NotAFileError, match="is a FIFO"):
+        open_own_file(tmp_path / "fifo")
 
 
 def test_a_file_of_tensors_has_a_header_of_some_length(tmp_path):

@@ -299,6 +299,27 @@ def test_an_exception_in_the_context_is_the_one_that_is_seen(
     assert captured.out == captured.err == ""
 
 
+def test_the_first_error_is_seen_although_orbax_fails_as_well(tmp_path, monkeypatch):
+    def fail(self):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def not_saved(self):
+        raise CheckpointError("not saved")
+
+    monkeypatch.setattr(OrbaxFiles, "close", fail)
+    with pytest.raises(KeyError, match="in training") as caught, Checkpoints(tmp_path):
+        raise KeyError("in training")
+    reason = "too many files are open: raise the limit (`ulimit -n`)"
+    assert caught.value.__notes__ == [f"Orbax was not closed: {reason}"]
+    with pytest.raises(OSError, match="Too many open files"), Checkpoints(tmp_path):
+        pass
+    with pytest.raises(CheckpointError, match="not saved"), Checkpoints(tmp_path):
+        not_saved(None)
+    monkeypatch.setattr(Checkpoints, "wait", not_saved)
+    with pytest.raises(CheckpointError, match="not saved"), Checkpoints(tmp_path):
+        pass
+
+
 def ask_others_once():
     """What stands for asking the other processes: fails from the second time on."""
     asked = []

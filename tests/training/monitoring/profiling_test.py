@@ -87,6 +87,20 @@ def test_an_exception_leaves_a_profile_of_what_there_was_and_no_open_trace(step,
         assert said[0].startswith("profile: steps 2 to 3 in ")
 
 
+def test_a_profile_that_fails_leaves_a_run_its_own_error(step, tmp_path, monkeypatch):
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **kwargs: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+    with pytest.raises(KeyError) as caught:
+        _run(step, StepProfiler(range(2, 9), tmp_path, print), range(1, 9), fail_at=4)
+    note = "the profile was not written: [Errno 28] No space left on device"
+    assert caught.value.__notes__ == [note]
+    with pytest.raises(OSError, match="No space left"):
+        _run(step, StepProfiler(range(2, 9), tmp_path, print), range(1, 4))
+
+
 def test_steps_that_never_come_are_said(step, tmp_path):
     said = []
     _run(step, StepProfiler(range(2, 4), tmp_path / "p", said.append), range(4, 6))

@@ -6,8 +6,10 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -175,6 +177,7 @@ def test_tensorboard_is_told_to_drop_what_a_resumed_run_computes_again(tmp_path)
 def test_every_resume_is_noted_also_where_nothing_was_lost(tmp_path):
     with RunWriter(tmp_path, config={}) as writer:
         place = writer.place()
+    assert place.pop("sha256").keys() == place.keys()  # As in checkpoints of before hashes.
     assert place == {"metrics.jsonl": 0, "throughput.jsonl": 0}
     for step in (0, 7):
         with RunWriter(tmp_path, config={}, place=place, step=step) as writer:
@@ -222,15 +225,20 @@ def test_the_configs_before_are_kept(tmp_path):
         (lambda path: path.unlink(), r"metrics.jsonl .* but the file is missing; put"),
         (
             lambda path: path.write_text("x" * 1000),
-            r"the end of a line after 54 bytes, but that is inside a line",
+            r"the end of a line after 52 bytes, but that is inside a line",
+        ),
+        (
+            lambda path: path.write_text(path.read_text().replace("0.01", "0.02")),
+            r"a line after 52 bytes, but bytes before that have changed since; put the file back",
         ),
     ],
 )
 def test_files_that_somebody_edited_are_refused_and_left_alone(tmp_path, edit, found):
     with RunWriter(tmp_path, config={}) as writer:
         writer.write(1, "train", {"loss": 0.0123456789})
+        place = writer.place()
         writer.write(2, "train", {})
-        place = {**writer.place(), "metrics.jsonl": 54}
+    assert place["metrics.jsonl"] == 52
     edit(tmp_path / "metrics.jsonl")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ValueError, match=found):
@@ -247,15 +255,21 @@ def test_another_process_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_one_sentence_that_names_the_file(tmp_path):
-    (tmp_path / "throughput.jsonl").symlink_to("/dev/full")
+def test_a_full_disk_is_one_sentence_that_names_the_file(tmp_path, monkeypatch):
     sentence = (
         r"^the results cannot be written: .*/throughput.jsonl: No space left on device; make room "
         r"there, or name another folder with --workdir\.$"
     )
     with RunWriter(tmp_path, config={}) as writer:
-        with pytest.raises(WriteError, match=sentence):
-            writer.write(1, "train", {"loss": 1.0}, throughput={"seconds": 1.0})
+        lines = writer._files["throughput.jsonl"]
+        with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
+            file = lines._file
+            on_full_disk = types.SimpleNamespace(
+                fileno=file.fileno, write=full.write, truncate=file.truncate
+            )
+            patch.setattr(lines, "_file", on_full_disk)
+            with pytest.raises(WriteError, match=sentence):
+                writer.write(1, "train", {"loss": 1.0}, throughput={"seconds": 1.0})
         writer.write(2, "train", {"loss": 1.0})
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
 
@@ -317,6 +331,20 @@ def test_a_run_that_goes_back_leaves_the_lines_of_one_that_did_not(tmp_path):
     assert _shown_by_tensorboard(tmp_path / "back") == [1, 2, 3, 4, 5]
 
 
+def test_a_run_does_not_go_back_to_lines_that_were_changed(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        write_steps(writer, range(1, 3))
+        place = writer.place()
+        write_steps(writer, range(3, 5))
+        path = tmp_path / "metrics.jsonl"
+        with path.open("r+b") as file:
+            file.write(path.read_bytes().replace(b'"loss": 0.5', b'"loss": 0.7'))
+        before = path.read_bytes()
+        with pytest.raises(WriteError, match="a line after 86 bytes, but bytes before that have"):
+            writer.go_back(place, step=2)
+        assert path.read_bytes() == before
+
+
 def test_a_run_that_was_killed_while_it_began_begins_again(tmp_path):
     with RunWriter(tmp_path, config={}) as writer:
         writer.write(0, "eval", {"loss": 1.0})
@@ -336,7 +364,7 @@ def test_a_run_that_was_killed_while_it_began_begins_again(tmp_path):
         (lambda path: path.unlink(), 0, "a line after 92 bytes, but the file is missing"),
         (lambda path: path.write_bytes(b""), 0, "a line after 92 bytes, but the file has 0 bytes"),
         (lambda path: path.write_bytes(b"x" * 200), 1, "but that is inside a line"),
-        (lambda path: path.write_bytes(b"\xff" * 91 + b"\n"), 1, ""),
+        (lambda path: path.write_bytes(b"\xff" * 91 + b"\n"), 1, "before that have changed since"),
     ],
 )
 def test_damage_to_the_throughput_is_said_and_does_not_stop_a_resume(tmp_path, edit, left, found):
@@ -350,7 +378,7 @@ def test_damage_to_the_throughput_is_said_and_does_not_stop_a_resume(tmp_path, e
     said = []
     with RunWriter(tmp_path, config={}, place=place, step=2, report=said.append) as writer:
         writer.write(3, "train", {"loss": 0.5}, throughput={"seconds": 2.0})
-    assert "".join(said).endswith(found) if found else said == [], said
+    assert "".join(said).endswith(found)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
     lines = (tmp_path / "throughput.jsonl").read_bytes().split(b"\n")
     assert len(lines) == left + 2
@@ -369,7 +397,21 @@ def test_what_was_discarded_before_stays_as_it_is_damaged_or_not(tmp_path):
     assert json.loads(data.split(b"\n")[2])["reason"] == "resumed"
 
 
-def test_a_fifo_is_not_waited_for_and_a_link_not_followed(tmp_path):
+def _fifo(path: Path, other: Path) -> None:
+    del other
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("put", "found"),
+    [
+        (_fifo, "is a FIFO, expected a file; name another"),
+        (lambda path, other: path.symlink_to(other), "is a link, expected a file; name another"),
+        (lambda path, other: path.hardlink_to(other), r"has \d names \(hard links\), expected one"),
+    ],
+    ids=["fifo", "link", "hard link"],
+)
+def test_a_fifo_is_not_waited_for_and_a_link_not_followed(tmp_path, monkeypatch, put, found):
     (tmp_path / "precious").write_text("keep")
     run = tmp_path / "run"
     with RunWriter(run, config={"a": 1}) as writer:
@@ -379,14 +421,24 @@ def test_a_fifo_is_not_waited_for_and_a_link_not_followed(tmp_path):
         pass
     assert json.loads((run / "config.json").read_text()) == {"a": 2}
     assert (tmp_path / "precious").read_text() == "keep"
-    for name in ("metrics.jsonl", "discarded.jsonl", "config.json"):
+    names = ["metrics.jsonl", "throughput.jsonl", "discarded.jsonl"]
+    if "names" not in found:  # The config is read, and replaced by a new file.
+        names.append("config.json")
+    for name in names:
         content = (run / name).read_bytes()
         (run / name).unlink()
-        os.mkfifo(run / name)
-        with pytest.raises(WriteError, match=f"{name}: is a FIFO, expected a file; name another"):
+        put(run / name, tmp_path / "precious")
+        with pytest.raises(WriteError, match=f"{name}: {found}"):
             RunWriter(run, config={}, place=place, step=0)
         (run / name).unlink()
         (run / name).write_bytes(content)
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(WriteError, match=r"metrics\.jsonl: is a FIFO, expected a file"):
+    events = run / f"events.out.tfevents.1700000000.{socket.gethostname()}.0003"
+    put(events, tmp_path / "precious")
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time", lambda: 1700000000.0)
+        with pytest.raises(WriteError, match=f"{events.name}: {found}"):
+            RunWriter(run, config={}, place=place, step=0)
+    put(tmp_path / "metrics.jsonl", tmp_path / "precious")
+    with pytest.raises(WriteError, match=rf"metrics\.jsonl: {found}"):
         RunWriter(tmp_path, config={})
+    assert (tmp_path / "precious").read_text() == "keep"
