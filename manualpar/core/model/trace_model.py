@@ -29,6 +29,7 @@ from manualpar.core.model.loops import find_loop_dims
 from manualpar.core.model.loss_function import LossFn, Metrics, call_loss, check_loss, tracing_loss
 from manualpar.core.model.options import StoredDtypes
 from manualpar.core.modes.mode import Mode
+from manualpar.core.modes.overwritten import OVERWRITTEN
 from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
 from manualpar.core.parameters.annotations import SplitParameter, take_shared
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
@@ -443,7 +444,8 @@ class TracedModel(Summarized):
         """Calls the user's loss; sharded parameters are in boxes.
 
         Returns:
-          The loss, the checked metrics, and the collections after the call. Only the loss has a
+          The loss, the checked metrics, and the collections after the call, without variables that
+          their gradients replace. Only the loss has a
           gradient: otherwise the backward pass would multiply the derivatives of metrics and
           collections by zeros, and an infinite derivative would make the gradient NaN.
         """
@@ -453,10 +455,11 @@ class TracedModel(Summarized):
             result = self._loss_fn(as_whole(params), apply_fn, batch, rng)
         loss, metrics = check_loss(result)
         _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
+        updated = {k: x for k, x in apply_fn.collections.items() if k != OVERWRITTEN}
         # A variable that the loss does not change stays the same array: pipelines need this.
         metrics, collections = jax.tree.map(
             lambda x: x if id(x) in before else jax.lax.stop_gradient(x),
-            (metrics, apply_fn.collections),
+            (metrics, updated),
         )
         return loss, metrics, collections
 
@@ -515,6 +518,12 @@ def trace_model(
     tracer.find_collections(options["init_args"])
     tracer.check_model()
     pipeline = options["pipeline"]
+    if pipeline and OVERWRITTEN in tracer.collections:
+        raise ValueError(
+            f"{strategy}: the model has a collection {OVERWRITTEN!r} (flax's FP8 products), "
+            "expected none in a pipeline, because no stage has its layers' part of the collection. "
+            "Use products without state, such as those of qwix."
+        )
     stacked = tracer.stacked(pipeline) if pipeline else frozenset[str]()
     # Stacked layers of a pipeline are in boxes, whether they are gathered or not.
     loop_dims = tracer.loop_dims(

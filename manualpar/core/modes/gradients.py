@@ -22,6 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
+from manualpar.core.modes.overwritten import (
+    OVERWRITTEN,
+    Trained,
+    as_maxima,
+    lowest,
+    use_without_examples,
+)
 from manualpar.core.parameters.collectives import (
     cast_to_varying,
     is_vma_checked,
@@ -90,7 +97,8 @@ def accumulate(
 
     Returns:
       The gradients of the trained parameters in float32 or wider, the `StepSums` over the
-      minibatches, and the collections after the last minibatch.
+      minibatches, and the collections after the last minibatch. Variables that their gradients
+      replace have their new values, see `overwritten`.
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
     axes = varying_axes(minibatches)
@@ -98,15 +106,26 @@ def accumulate(
         lambda x: cast_to_varying(x, axes.difference(averaged_axes(x))), params, is_leaf=is_box
     )
 
+    overwritten = collections.get(OVERWRITTEN)
+    if overwritten:
+        collections = {**collections, OVERWRITTEN: lowest(overwritten)}
+        params = (Trained(params[0], cast_to_varying(overwritten, axes)), params[1])
+
     def weighted_loss(
         trained: Params, frozen: Params, collections: Collections, minibatch: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[StepSums, Collections]]:
+        if overwritten:
+            trained, variables = trained
+            maxima = as_maxima(variables)
+            collections = {**collections, OVERWRITTEN: maxima}
         loss, metrics, collections = loss_fn(join((trained, frozen)), collections, minibatch, key)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
         # A loss may be the same on all devices, for example a pmean or a ratio of psums. It must
         # still count once for each device. Without the cast autodiff would differentiate the loss
         # once for all devices, and the mean of the gradients would be too small.
         loss = cast_to_varying(_at_least_float32(loss), axes) * weight
+        if overwritten:
+            loss = use_without_examples(loss, variables, maxima)
         return loss, (StepSums((jax.lax.stop_gradient(loss), weight), metrics), collections)
 
     grads, sums, collections = schedule(
@@ -124,12 +143,11 @@ def unrolled(
     reduce: Reduce,
 ) -> tuple[Grads, StepSums, Collections]:
     """Runs the minibatches in a Python loop, so each is compiled separately."""
-    differentiate, total = jax.grad(loss, has_aux=True), None
+    total = None
     for index in range(len(minibatches[1])):
         with jax.named_scope(f"minibatch_{index}"):
             minibatch = jax.tree.map(lambda x, i=index: x[i], minibatches)
-            grads, (sums, collections) = differentiate(*params, collections, *minibatch)
-            term = _accumulators(reduce(grads), sums)
+            term, collections = _differentiate(loss, params, collections, minibatch, reduce)
             total = term if total is None else jax.tree.map(jnp.add, total, term)
     assert total is not None  # `check_minibatches` refuses a batch without minibatches.
     return *total, collections
@@ -145,8 +163,7 @@ def scanned(
     """Runs the minibatches in a `jax.lax.scan`, so the code is compiled once."""
 
     def differentiate(collections: Collections, minibatch: Batch) -> tuple[Any, Collections]:
-        grads, (sums, collections) = jax.grad(loss, has_aux=True)(*params, collections, *minibatch)
-        return _accumulators(reduce(grads), sums), collections
+        return _differentiate(loss, params, collections, minibatch, reduce)
 
     first = jax.tree.map(lambda x: x[0], minibatches)
     # The carry of a scan must keep its type, but after a minibatch collections may vary over more
@@ -172,6 +189,21 @@ def scanned(
     carry = (jax.tree.map(zero, types), collections)
     total, collections = jax.lax.scan(body, carry, minibatches)[0]
     return *total, collections
+
+
+def _differentiate(
+    loss: WeightedLoss,
+    params: ParamPair,
+    collections: Collections,
+    minibatch: tuple[Batch, jax.Array],
+    reduce: Reduce,
+) -> tuple[Any, Collections]:
+    """Returns the reduced gradients and the sums of a minibatch, and the collections after it."""
+    grads, (sums, new) = jax.grad(loss, has_aux=True)(*params, collections, *minibatch)
+    if isinstance(grads, Trained):
+        maxima = jax.tree.map(jnp.maximum, collections[OVERWRITTEN], grads.overwritten)
+        grads, new = grads.params, {**new, OVERWRITTEN: maxima}
+    return _accumulators(reduce(grads), sums), new
 
 
 def _accumulators(*terms: Any) -> Any:
