@@ -982,5 +982,5 @@ def _check_collections(
                 "or a mean over positions that sync_collections averages."
             )
 
-    before = {name: tree for name, tree in model.variables.items() if name != "params"}
+    before = {name: model.variables[name] for name in collections}
     jax.tree_util.tree_map_with_path(check, before, collections)

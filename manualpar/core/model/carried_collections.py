@@ -14,6 +14,7 @@ from manualpar.core.mesh.axes import naming_unbound_axes
 from manualpar.core.model.evaluation import SWITCHES, overrule, signature_of
 from manualpar.core.model.interface import InitArgs, ModelInterface
 from manualpar.core.model.loops import varying_loops
+from manualpar.core.modes.overwritten import OVERWRITTEN
 from manualpar.core.state.state_arrays import leaf_types
 from manualpar.core.trees import Batch, Variables
 
@@ -91,7 +92,8 @@ class CarryingApply:
         if "params" in variables:
             variables = {**variables, "params": self._model_part(variables["params"])}
         requested = _collection_names(mutable)
-        kept = [name for name in self.collections if name not in variables]
+        # A step replaces overwritten variables by their gradients, so a call may not change them.
+        kept = [name for name in self.collections if name not in (*variables, OVERWRITTEN)]
         out, updates = self._model.apply(
             {**self.collections, **variables},
             *args,

@@ -8,6 +8,8 @@ fields are replaced:
   `evaluation`.
 - The method of `nn.Dropout` that draws its key, and the `attention_fn` of attention, so that split
   activations are dropped independently, see `split_dropout`.
+- The scales of flax's FP8 products, by scales that vary over the mesh axes of the operands, see
+  `overwritten`.
 - Initializers, by initializers without annotations. When a model is applied, flax calls the
   initializers once more, to get the shapes. An annotated initializer (`nn.with_partitioning`) then
   returns a box. `nn.DenseGeneral`, which attention uses, calls the initializer with the flattened
@@ -36,6 +38,7 @@ from manualpar.core.model.evaluation import (
 )
 from manualpar.core.model.interface import InitArgs, ModelInterface, register_interface
 from manualpar.core.model.split_dropout import SplitAttention, key_like
+from manualpar.core.modes.overwritten import overwritten_on_mesh
 from manualpar.core.trees import Batch, Variables
 
 # -------------------------------------------------------------------------------------------------
@@ -192,7 +195,8 @@ class LinenModel(ModelInterface):
                 signature = inspect.signature(context.orig_method)
                 args, kwargs = overrule(signature, args, kwargs, switches)
             try:
-                with replace_fields(module, self._fields_on_mesh(module, args)):
+                fields = self._fields_on_mesh(module, args) | overwritten_on_mesh(module, args)
+                with replace_fields(module, fields):
                     return next_fun(*args, **kwargs)
             except InvalidRngError as error:
                 if not withheld:

@@ -191,7 +191,7 @@ class _Probe(ArrayBox, eq=False):
     # Loops and transformations slice the zeros like the keys. Zeros can be differentiated.
     zeros: Any = None
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
+    def to_array(self) -> Any:
         """Returns zeros of the expected shape, typed as a gathered parameter is.
 
         Raises:
@@ -215,7 +215,7 @@ class _Probe(ArrayBox, eq=False):
 
     def of_one_array(self) -> "_Probe":
         """Returns a copy of the box without the zeros: only the array of keys is left."""
-        self.unbox()
+        self.to_array()
         return self.replace(zeros=None)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":

@@ -35,7 +35,7 @@ from manualpar.core.model.interface import ModelInterface, register_interface
 from manualpar.core.model.loss_function import for_nnx
 from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.parameters.annotations import AxesOrLogicalNames, SplitParameter
-from manualpar.core.parameters.sharded_parameter import OF_SHAPE, ArrayBox
+from manualpar.core.parameters.sharded_parameter import OF_SHAPE, ArrayBox, LastRead
 from manualpar.core.tracing.thread_patches import replaced_in_thread
 
 # -------------------------------------------------------------------------------------------------
@@ -144,6 +144,7 @@ class _Use:
     path: str
     loop_dims: frozenset[int] | None
     split_dims: frozenset[int]
+    last_read: LastRead = dataclasses.field(default_factory=LastRead)
 
     def gather(self, stored: Any) -> Any:
         """Returns the parameter, or its slice in the surrounding loops."""
@@ -189,7 +190,17 @@ class _Gathering:
 
     def get_value(self: Any, **kwargs: Any) -> Any:
         """Gathers the array, and returns the value that the parameter's own type makes of it."""
-        return self._gathered().get_value(**kwargs)
+        value = self._gathered().get_value(**kwargs)
+        self.get_metadata(BOX).last_read.keep(self.get_raw_value(), value)
+        return value
+
+    def _read_again(self: Any) -> Any:
+        """Returns the array that the module read; qwix compares it with the operands of products.
+
+        Modules read `param[...]`; flax has deprecated `param.value`.
+        """
+        read = self.get_metadata(BOX).last_read.find(self.get_raw_value())
+        return self.get_value() if read is None else read
 
     def set_value(self: Any, value: Any, **kwargs: Any) -> None:
         """Refuses a new value, because it would be lost at the end of the call."""
@@ -199,6 +210,8 @@ class _Gathering:
             "expected only the optimizer to change parameters. Put values that a call changes into "
             "an nnx.Variable of another type, such as nnx.BatchStat."
         )
+
+    value = property(_read_again, set_value)
 
     @property
     def shape(self: Any) -> tuple[int, ...]:
@@ -228,7 +241,7 @@ class _Gathering:
 
     def _abstract(self: Any) -> Any:
         """Returns the shape and dtype of the gathered value."""
-        return jax.eval_shape(self.get_value)
+        return jax.eval_shape(lambda: self._gathered().get_value())
 
 
 @functools.cache

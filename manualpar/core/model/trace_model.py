@@ -38,6 +38,7 @@ from manualpar.core.model.loss_function import (
 )
 from manualpar.core.model.options import StoredDtypes
 from manualpar.core.modes.mode import Mode
+from manualpar.core.modes.overwritten import OVERWRITTEN
 from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
 from manualpar.core.parameters.annotations import SplitParameter, take_shared
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
@@ -455,9 +456,10 @@ class TracedModel(Summarized):
         """Calls the user's loss; sharded parameters are in boxes.
 
         Returns:
-          The loss, the checked metrics, and the collections after the call. Only the loss has a
-          gradient: otherwise the backward pass would multiply the derivatives of metrics and
-          collections by zeros, and an infinite derivative would make the gradient NaN.
+          The loss, the checked metrics, and the collections after the call, without variables that
+          their gradients replace. Only the loss has a gradient: otherwise the backward pass would
+          multiply the derivatives of metrics and collections by zeros, and an infinite derivative
+          would make the gradient NaN.
 
         Raises:
           LearnedCountError: While the loss is differentiated, if a count depends on what is
@@ -473,10 +475,11 @@ class TracedModel(Summarized):
         _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
         if not self.learns_counts:
             loss = _with_fixed_counts(loss)
+        updated = {k: x for k, x in apply_fn.collections.items() if k != OVERWRITTEN}
         # A variable that the loss does not change stays the same array: pipelines need this.
         metrics, collections = jax.tree.map(
             lambda x: x if id(x) in before else jax.lax.stop_gradient(x),
-            (metrics, apply_fn.collections),
+            (metrics, updated),
         )
         return loss, metrics, collections
 
@@ -546,6 +549,12 @@ def trace_model(
     tracer.find_collections(options["init_args"])
     tracer.check_model()
     pipeline = options["pipeline"]
+    if pipeline and OVERWRITTEN in tracer.collections:
+        raise ValueError(
+            f"{strategy}: the model has a collection {OVERWRITTEN!r} (flax's FP8 products), "
+            "expected none in a pipeline, because no stage has its layers' part of the collection. "
+            "Use products without state, such as those of qwix."
+        )
     stacked = tracer.stacked(pipeline) if pipeline else frozenset[str]()
     # Stacked layers of a pipeline are in boxes, whether they are gathered or not.
     loop_dims = tracer.loop_dims(

@@ -268,13 +268,12 @@ class GlobalParameter(ShardedParameter, eq=False):
 
     mode: Any = flax.struct.field(default=None, pytree_node=False)
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
+    def to_array(self) -> Any:
         """Constrains the parameter to be replicated over `gather_axes`.
 
         Communication:
           XLA adds the gathers; this package adds none.
         """
-        del apply_constraint
         gathered = self.gather_data_axes()
         return gathered.finish(gathered.value)
 

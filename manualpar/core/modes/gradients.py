@@ -28,6 +28,13 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
+from manualpar.core.modes.overwritten import (
+    OVERWRITTEN,
+    Trained,
+    as_maxima,
+    lowest,
+    use_without_examples,
+)
 from manualpar.core.parameters.collectives import (
     cast_to_varying,
     is_vma_checked,
@@ -104,7 +111,8 @@ def accumulate(
 
     Returns:
       The gradients of the trained parameters in float32 or wider, the `StepSums` over the
-      minibatches, and the collections after the last minibatch.
+      minibatches, and the collections after the last minibatch. Variables that their gradients
+      replace have their new values, see `overwritten`.
     """
     number = len(jax.tree.leaves(minibatches)[0])
     parts: Parts = (minibatches, jax.random.split(rng, number))
@@ -113,10 +121,19 @@ def accumulate(
         lambda x: cast_to_varying(x, axes.difference(averaged_axes(x))), params, is_leaf=is_box
     )
 
+    overwritten = collections.get(OVERWRITTEN)
+    if overwritten:
+        collections = {**collections, OVERWRITTEN: lowest(overwritten)}
+        params = (Trained(params[0], cast_to_varying(overwritten, axes)), params[1])
+
     def weighted_loss(
         trained: Params, frozen: Params, collections: Collections, *part: Any
     ) -> tuple[jax.Array, tuple[StepSums, Collections]]:
         minibatch, key, *weights = part
+        if overwritten:
+            trained, variables = trained
+            maxima = as_maxima(variables)
+            collections = {**collections, OVERWRITTEN: maxima}
         loss, metrics, collections = loss_fn(join((trained, frozen)), collections, minibatch, key)
         terms = _terms(loss, axes, learns_counts=learns_counts)
         if weights:
@@ -128,6 +145,8 @@ def accumulate(
             raise _SeveralTermsError
         else:
             ((objective, _),) = terms.values()
+        if overwritten:
+            objective = use_without_examples(objective, variables, maxima)
         rest = None if isinstance(loss, Mapping) else _rest(loss, metrics, axes)
         totals: Any = jax.lax.stop_gradient(terms)
         if rest is not None:  # One scalar takes the place of another.
@@ -140,6 +159,9 @@ def accumulate(
 
     def sums_first() -> tuple[Grads, StepSums, Collections]:
         def measure(params: ParamPair, collections: Collections, *part: Any) -> Any:
+            if overwritten:
+                (trained, variables), frozen = params
+                params, collections = (trained, frozen), {**collections, OVERWRITTEN: variables}
             loss, _, _ = loss_fn(join(params), collections, *part)
             terms = _terms(loss, axes, learns_counts=True)
             return terms if learns_counts else {name: count for name, (_, count) in terms.items()}
@@ -280,12 +302,11 @@ def unrolled(
     reduce: Reduce,
 ) -> tuple[Grads, StepSums, Collections]:
     """Runs the minibatches in a Python loop, so each is compiled separately."""
-    differentiate, total = jax.grad(loss, has_aux=True), None
+    total = None
     for index in range(len(parts[1])):
         with jax.named_scope(f"minibatch_{index}"):
             part = jax.tree.map(lambda x, i=index: x[i], parts)
-            grads, (sums, collections) = differentiate(*params, collections, *part)
-            term = _accumulators(reduce(grads), sums)
+            term, collections = _differentiate(loss, params, collections, part, reduce)
             total = term if total is None else jax.tree.map(jnp.add, total, term)
     assert total is not None  # `check_minibatches` refuses a batch without minibatches.
     return *total, collections
@@ -301,8 +322,7 @@ def scanned(
     """Runs the minibatches in a `jax.lax.scan`, so the code is compiled once."""
 
     def differentiate(collections: Collections, part: Any) -> tuple[Any, Collections]:
-        grads, (sums, collections) = jax.grad(loss, has_aux=True)(*params, collections, *part)
-        return _accumulators(reduce(grads), sums), collections
+        return _differentiate(loss, params, collections, part, reduce)
 
     first = jax.tree.map(lambda x: x[0], parts)
     # The carry of a scan must keep its type, but after a minibatch collections may vary over more
@@ -328,6 +348,21 @@ def scanned(
     carry = (jax.tree.map(zero, types), collections)
     total, collections = jax.lax.scan(body, carry, parts)[0]
     return *total, collections
+
+
+def _differentiate(
+    loss: WeightedLoss,
+    params: ParamPair,
+    collections: Collections,
+    part: Any,
+    reduce: Reduce,
+) -> tuple[Any, Collections]:
+    """Returns the reduced gradients and the sums of a minibatch, and the collections after it."""
+    grads, (sums, new) = jax.grad(loss, has_aux=True)(*params, collections, *part)
+    if isinstance(grads, Trained):
+        maxima = jax.tree.map(jnp.maximum, collections[OVERWRITTEN], grads.overwritten)
+        grads, new = grads.params, {**new, OVERWRITTEN: maxima}
+    return _accumulators(reduce(grads), sums), new
 
 
 def _accumulators(*terms: Any) -> Any:

@@ -7,8 +7,10 @@ backward pass makes these weights again from the shards.
 
 A residual is dropped because of *its origin*. A walk through the traced forward pass starts at the
 results of gathers (operations in the scope `GATHER_SCOPE`) and of quantization in both directions
-(`DECODE_SCOPE`). It follows these results through operations that only cast or move elements. All
-other residuals are saved as autodiff would save them. Code in the user's own `jax.checkpoint`
+(`DECODE_SCOPE`). It follows these results through operations that only cast or move elements, and
+through elementwise operations with small arrays, such as the quantization of a weight with its
+scales. All other residuals are saved as autodiff would save them; the small arrays are saved too,
+so nothing reads a whole weight again to find its scale. Code in the user's own `jax.checkpoint`
 (`nn.remat`) is recomputed by the user's policy, except that weights are saved if they were gathered
 over slow links (axes over which the backward pass does not gather again). The body of a scan and
 the branches of a `cond` are treated like the program around them. So a scan over layers also
@@ -17,6 +19,7 @@ gathers one layer at a time in its backward pass. The same walk runs layers as
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +76,17 @@ CASTS = frozenset(
         "transpose",
     }
 )
+# Elementwise operations of which quantization consists. Their result counts as a weight if all
+# operands are weights or `SMALL`. An operand that is not a weight is never computed again: it is
+# saved, so it must be smaller than the residual that it replaces.
+ELEMENTWISE = frozenset(
+    (
+        *("abs", "add", "and", "ceil", "clamp", "div", "eq", "exp2", "floor"),
+        *("ge", "gt", "is_finite", "le", "log2", "lt", "max", "min", "mul"),
+        *("ne", "neg", "not", "or", "round", "select_n", "sign", "sub"),
+    )
+)
+SMALL = 16  # A small array has at most a 16th of the elements of the weight, which may have 8 bits.
 
 
 def regather_for_backward(
@@ -303,19 +317,15 @@ class _Residuals:
     def __init__(self, jaxpr: Jaxpr, num_outputs: int, is_repeated: _IsRepeated) -> None:
         self._jaxpr = jaxpr
         self._out, residuals = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
-        weights: set[Var] = set()
-        makers: list[Any] = []
-        for eqn in jaxpr.eqns:
-            is_cast = eqn.primitive.name in CASTS and not weights.isdisjoint(_variables(eqn))
-            if is_cast or is_repeated(eqn):
-                weights.update(eqn.outvars)
-                makers.append(eqn)
+        weights, spread = _weights(jaxpr, is_repeated)
+        made = weights | spread
+        makers = [eqn for eqn in jaxpr.eqns if not made.isdisjoint(eqn.outvars)]
         self._is_dropped = [isinstance(v, Var) and v in weights for v in residuals]
         pairs = list(zip(residuals, self._is_dropped, strict=True))
         self._dropped = [variable for variable, is_dropped in pairs if is_dropped]
         self._saved = [variable for variable, is_dropped in pairs if not is_dropped]
         self._eqns = _needed(makers, self._dropped)
-        operands = (v for eqn in self._eqns for v in _variables(eqn) if v not in weights)
+        operands = (v for eqn in self._eqns for v in _variables(eqn) if v not in made)
         self._inputs = list(dict.fromkeys(operands))
 
     def compute(self, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -342,6 +352,38 @@ class _Residuals:
             )
         others = iter(saved)
         return [next(weights if is_dropped else others) for is_dropped in self._is_dropped]
+
+
+def _weights(jaxpr: Jaxpr, is_repeated: _IsRepeated) -> tuple[set[Var], set[Var]]:
+    """Finds the variables that are weights, and small arrays that are spread over many elements.
+
+    A spread array is dropped only if an operation combines it with a weight; then it is in the
+    first set too.
+    """
+    weights: set[Var] = set()
+    spread: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        if is_repeated(eqn):
+            weights.update(eqn.outvars)
+        elif _is_in(CASTS | ELEMENTWISE, eqn):
+            operands = set(_variables(eqn))
+            found = operands & weights
+            largest = max(map(_size, found or eqn.outvars), default=0)
+            if all(_size(v) * SMALL <= largest for v in operands - weights - spread):
+                (weights if found else spread).update(eqn.outvars)
+                weights.update(operands & spread if found else ())
+    return weights, spread
+
+
+def _size(variable: Any) -> int:
+    return math.prod(variable.aval.shape)
+
+
+def _is_in(names: frozenset[str], eqn: Any) -> bool:
+    """Returns whether an equation is one of the operations, or a call of nothing else."""
+    if eqn.primitive.name in CALLS:
+        return all(_is_in(names, x) for _, inner in inner_jaxprs(eqn) for x in inner.eqns)
+    return eqn.primitive.name in names
 
 
 def _instantiate(cotangent: Any) -> Any:

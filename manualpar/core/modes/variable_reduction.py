@@ -2,8 +2,8 @@
 
 Each device updates a model's collections other than `params` from the device's own examples. The
 right reduction depends on a variable's meaning, which its type does not show. Running averages need
-the mean, counters need the sum, and running maxima need the maximum. Only the rule of `batch_stats`
-is known. The user gives the other rules.
+the mean, counters need the sum, and running maxima need the maximum. Only the rules of
+`batch_stats` and of flax's FP8 products are known. The user gives the other rules.
 """
 
 import difflib
@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
+from manualpar.core.modes.overwritten import OVERWRITTEN
 from manualpar.core.parameters.collectives import cast_to_varying, is_vma_checked, varying_axes
 from manualpar.core.tracing.scopes import COLLECTIONS_SCOPE
 from manualpar.core.trees import Collections
 
 CollectionSync = Literal["mean", "sum", "max", "min"]
 COLLECTION_SYNCS: tuple[CollectionSync, ...] = ("mean", "sum", "max", "min")
-# flax's name for the running averages of its normalisation layers, in Linen and in NNX.
-KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean"}
+# flax's names: the running averages of its normalisation layers, in Linen and in NNX, and the
+# scales of its FP8 products.
+KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean", OVERWRITTEN: "max"}
 
 
 def check_sync_collections(

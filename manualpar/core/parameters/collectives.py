@@ -10,6 +10,7 @@ set of axes is in this file.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
-from manualpar.core.tracing.scopes import CAST_SCOPE, GATHER_SCOPE, REDUCE_SCOPE, SCATTER_SCOPE
+from manualpar.core.tracing.scopes import (
+    CAST_SCOPE,
+    COLLECTIONS_SCOPE,
+    GATHER_SCOPE,
+    REDUCE_SCOPE,
+    SCATTER_SCOPE,
+)
 
 # -------------------------------------------------------------------------------------------------
 # The formats in which parameters and gradients are sent.
@@ -185,6 +192,34 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
 
     with jax.named_scope(CAST_SCOPE):  # This scope marks the psum of the transpose.
         return jax.tree.map(cast, tree)
+
+
+def cast_with_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Casts the type of an array of flax's dtype `fm32` to varying over `axes`.
+
+    Autodiff takes the maximum of several gradients of such an array, so the transpose of this cast
+    takes the maximum over the devices.
+
+    Communication:
+      Backward: an all-reduce of the gradient over `axes`.
+    """
+    return _cast_with_max(axes, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cast_with_max(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    dtype = x.dtype
+    value = cast_to_varying(jax.lax.convert_element_type(x, jnp.float32), axes)
+    return jax.lax.convert_element_type(value, dtype)
+
+
+def _max_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+    with jax.named_scope(COLLECTIONS_SCOPE):
+        largest = jax.lax.pmax(jax.lax.convert_element_type(g, jnp.float32), axes)
+    return (jax.lax.convert_element_type(largest, g.dtype),)
+
+
+_cast_with_max.defvjp(lambda axes, x: (_cast_with_max(axes, x), None), _max_backward)
 
 
 def gather_array_with_mean_grads(

@@ -6,7 +6,7 @@ of a layer's gradient may run behind the backward pass of the layers that follow
 
 If the gradients are scattered after the loop, a device also holds the gradients of all layers at
 once, which ZeRO-2 should avoid. In the loop, a device scatters the gradient of a layer and keeps
-its shard, as the backward pass of `ShardedParameter.unbox` does.
+its shard, as the backward pass of `ShardedParameter.to_array` does.
 
 A cotangent has the shape of its argument, but the shard of a gradient is smaller than the
 parameter. So the loss is differentiated with respect to zeros in the shape of the shard, instead of
@@ -54,14 +54,14 @@ class ReplicatedParameter(ShardedParameter, eq=False):
         """Makes the box of a parameter from the box that `zeros_of_shard` returns."""
         return cls(**_fields(shard), whole=whole)
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
+    def to_array(self) -> Any:
         """Returns the parameter; its gradient is scattered.
 
         Communication:
           Backward: the reduce-scatters of `scatter_gradients`. Forward: what `whole` needs.
         """
         linked = self.of_one_array()
-        return linked.unbox(apply_constraint) if is_box(linked) else linked
+        return linked.unbox() if is_box(linked) else linked
 
     def of_one_array(self) -> Any:
         """Returns the parameter as an array or in the mode's box; its gradient is scattered."""
@@ -102,17 +102,17 @@ class AveragedParameter(ShardedParameter, eq=False):
         """The mesh axes over which the gradient is averaged."""
         return self.comm.averaged_axes
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
+    def to_array(self) -> Any:
         """Returns the parameter; its gradient is averaged.
 
         Communication:
-          Backward: the all-reduces of `reduce_mean`. Forward: as `ShardedParameter.unbox`.
+          Backward: the all-reduces of `reduce_mean`. Forward: as `ShardedParameter.to_array`.
         """
         box = self
         if all(map(is_axis_bound, self.averaged_axes)):
             exact = self.comm.with_reduce_quantizer(None)
             box = self.replace(value=_with_mean(self.value, self.comm.reduce.quantizer, exact))
-        return super(AveragedParameter, box).unbox(apply_constraint)
+        return super(AveragedParameter, box).to_array()
 
 
 def _fields(box: ShardedParameter) -> dict[str, Any]:

@@ -14,6 +14,7 @@ devices may be padded with zeros. Then the padded array is sharded, and `unbox` 
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
 from manualpar.core.mesh.axes import AxisName, Names, axis_tuple, is_axis_bound
 from manualpar.core.parameters.annotations import take_shared
@@ -44,6 +46,10 @@ from manualpar.core.trees import Grads, Params
 # array. An `ArrayBox` behaves like its unboxed value, so a parameter that gathers itself is
 # gathered in this case too.
 #
+# Libraries that replace products by quantized products (qwix) ask which parameter an operand is:
+# they compare the operand with the array of each parameter. So a box remembers the array that the
+# module got last.
+#
 # Invariants: every use unboxes once; shape and dtype are known without unboxing; a box stays a
 # pytree whose leaf is the stored array, because flax's transformations need this. So
 # `jax.tree.map` over a box gets the stored array, not the parameter. `core.model.probe` refuses
@@ -60,10 +66,35 @@ _OPERATORS = (
 )
 
 
+@dataclasses.dataclass(eq=False)
+class LastRead:
+    """The array that a module got last from a parameter.
+
+    The arrays are held weakly, and `find` returns only an array of the same trace. So no array
+    outlives its trace, and a trace gets no array of another trace.
+    """
+
+    _stored: Callable[[], Any] = lambda: None
+    _array: Callable[[], Any] = lambda: None
+    _trace: Any = None
+
+    def keep(self, stored: Any, array: Any) -> None:
+        """Remembers the array that was made of `stored`."""
+        if isinstance(stored, jax.core.Tracer) and isinstance(array, jax.core.Tracer):
+            self._stored, self._array = weakref.ref(stored), weakref.ref(array)
+            self._trace = get_opaque_trace_state(convention="flax")
+
+    def find(self, stored: Any) -> Any:
+        """Returns the array that was made of `stored` in this trace; `None` if there is none."""
+        is_same = self._trace == get_opaque_trace_state(convention="flax")
+        return self._array() if is_same and self._stored() is stored else None
+
+
 class ArrayBox(nn.Partitioned, eq=False):
     """A boxed parameter that may be used as the array that its `unbox()` returns.
 
-    Declare a subclass with `eq=False`: otherwise `==` compares boxes instead of their elements.
+    A subclass implements `to_array`. Declare it with `eq=False`: otherwise `==` compares boxes
+    instead of their elements.
 
     Attributes:
       is_whole: Whether a loss reads the parameter. If so, `unbox()` also gathers over the axes over
@@ -75,6 +106,23 @@ class ArrayBox(nn.Partitioned, eq=False):
 
     is_whole: bool = flax.struct.field(default=False, pytree_node=False)
 
+    def to_array(self) -> Any:
+        """Makes the array that a module gets."""
+        raise NotImplementedError
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """Returns the array that a module gets, see `to_array`.
+
+        Without `apply_constraint` a library asks which array the module got, and nothing is sent.
+        """
+        last: LastRead = self.__dict__.setdefault("_last", LastRead())
+        (stored, *_) = jax.tree.leaves(self.value)
+        if not apply_constraint and (array := last.find(stored)) is not None:
+            return array
+        array = self.to_array()
+        last.keep(stored, array)
+        return array
+
     def __jax_array__(self) -> jax.Array:
         """Unboxes the array for `jax.numpy`."""
         value: jax.Array = self.unbox()
@@ -84,7 +132,7 @@ class ArrayBox(nn.Partitioned, eq=False):
         """Returns an attribute of the array, such as `T`."""
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(jax.eval_shape(self.unbox) if name in OF_SHAPE else self.unbox(), name)
+        return getattr(jax.eval_shape(self.to_array) if name in OF_SHAPE else self.unbox(), name)
 
     def of_one_array(self) -> Any:
         """Returns an array, or a box whose only array is `value`, for code that keeps only that."""
@@ -155,7 +203,7 @@ class ShardedParameter(ArrayBox, eq=False):
         """The mesh axes over which the gather averages the gradient, beside its own axes."""
         return self.comm.averaged_axes if self.gather_dims() else ()
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
+    def to_array(self) -> Any:
         """Gathers the parameter inside `shard_map`; outside, the value is the full array already.
 
         Communication:
@@ -163,7 +211,6 @@ class ShardedParameter(ArrayBox, eq=False):
           `gather_array_with_mean_grads` and `gather_invariant`. With `is_whole` also one for each
           other sharded dimension. See `take_shared` for shared entries.
         """
-        del apply_constraint  # Constraints apply to automatic axes only; these axes are manual.
         shared_axes = tuple(axis for name in self.shared_names for axis in axis_tuple(name))
         axes = boxed_axes(self) if self.is_whole else shared_axes
         if not any(map(is_axis_bound, (*self.gather_axes, *self.shard_only_axes, *axes))):

@@ -34,6 +34,7 @@ from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.gradients import Accumulation, CarryingLossFn, accumulate, unrolled
 from manualpar.core.modes.layer_loops import LayerLoops
 from manualpar.core.modes.mode import Mode
+from manualpar.core.modes.overwritten import keep_unused
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
@@ -253,10 +254,9 @@ class Step(Summarized):
         grads, per_device = self.rounding.reduce(self._reduce, grad_boxes, grads, per_device)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         sums = mode.sync_metrics(self._with_nonfinite(sums, grads))
-        collections = mode.sync_collections(
-            new_collections, collections, self.model.sync_collections
-        )
-        return grads, sums, (collections, per_device)
+        rules = self.model.sync_collections
+        new_collections = mode.sync_collections(new_collections, collections, rules)
+        return grads, sums, (keep_unused(new_collections, collections), per_device)
 
     def _accumulate(
         self,

@@ -320,13 +320,12 @@ class AdaptedParameter(ArrayBox, eq=False):
         number = (a.value if is_box(a) else a).ndim
         return cls((value, a, b), names=(None,) * number, scale=scale)
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
+    def to_array(self) -> Any:
         """Adds the product to the parameter.
 
         Communication:
           The communication of unboxing the three parameters, such as their all-gathers.
         """
-        del apply_constraint
         value, a, b = (nn.unbox(x) for x in self.value)
         return value + self.scale(a.shape[-1]) * jnp.matmul(a, b)
 

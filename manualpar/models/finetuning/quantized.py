@@ -535,13 +535,12 @@ class EncodedParameter(ArrayBox, eq=False):
         value = codes.value if is_box(codes) else codes
         return cls((codes, scales), names=(None,) * value.ndim)
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
+    def to_array(self) -> Any:
         """Dequantizes the parameter.
 
         Communication:
           The communication of unboxing the codes and the scales, such as their all-gathers.
         """
-        del apply_constraint
         codes, scales = nn.unbox(self.value)
         with jax.named_scope(DECODE_SCOPE):
             return decode(codes, scales)

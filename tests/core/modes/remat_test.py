@@ -1,6 +1,9 @@
 """Weights are gathered again for the backward pass, and nothing else is computed again."""
 
 import collections
+import functools
+import math
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -31,11 +34,13 @@ POLICIES = {
 class Block(nn.Module):
     dtype: jnp.dtype = jnp.float32
     width: int = WIDTH
+    product: Any = None
 
     @nn.compact
     def __call__(self, x):
-        h = jnp.sin(nn.Dense(4 * self.width, dtype=self.dtype, use_bias=False)(x))
-        return x + nn.Dense(self.width, dtype=self.dtype, use_bias=False)(h)
+        kinds = {"dtype": self.dtype, "use_bias": False, "dot_general": self.product}
+        h = jnp.sin(nn.Dense(4 * self.width, **kinds)(x))
+        return x + nn.Dense(self.width, **kinds)(h)
 
 
 class Stack(nn.Module):
@@ -44,6 +49,7 @@ class Stack(nn.Module):
     depth: int = 3
     dtype: jnp.dtype = jnp.float32
     width: int = WIDTH
+    product: Any = None
 
     @nn.compact
     def __call__(self, x):
@@ -51,21 +57,22 @@ class Stack(nn.Module):
         block = nn.remat(Block, policy=policy) if self.remat != "none" else Block
         if not self.scan:
             for _ in range(self.depth):
-                x = block(self.dtype, self.width)(x)
+                x = block(self.dtype, self.width, self.product)(x)
             return x
 
         class Body(nn.Module):
             dtype: jnp.dtype
             width: int
+            product: Any
 
             @nn.compact
             def __call__(self, x, _):
-                return block(self.dtype, self.width, name="block")(x), None
+                return block(self.dtype, self.width, self.product, name="block")(x), None
 
         stack = nn.scan(
             Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
         )
-        return stack(self.dtype, self.width)(x, None)[0]
+        return stack(self.dtype, self.width, self.product)(x, None)[0]
 
 
 class Tied(nn.Module):
@@ -158,6 +165,89 @@ def test_stablehlo_gathers_in_the_backward_loop(devices8):
         assert text.count('"stablehlo.all_gather"') == count
         loops[again] = text.count("stablehlo.while")
     assert loops[True] == loops[False]  # None that gathers all the layers first.
+
+
+def int8_of_channels(weight):
+    """Codes with one scale for each column; the derivative of the scale is not stopped."""
+    scale = jnp.max(jnp.abs(weight), axis=0, keepdims=True) / 127.5
+    scale = jnp.where(scale < 1e-19, jnp.ones_like(scale), scale)
+    return jnp.round(weight / scale).astype(jnp.int8), scale
+
+
+def float8_of_tensor(weight):
+    """Codes with one scale, which is spread over all elements and clips, as in flax."""
+    scale = jax.lax.stop_gradient(jnp.max(jnp.abs(weight))).reshape(1) / 448
+    spread = jnp.broadcast_to(scale, weight.shape)
+    return jnp.clip(weight / spread, -448, 448).astype(jnp.float8_e4m3fn), spread
+
+
+def float8_of_tiles(weight):
+    """Codes with one power of two for each 16 rows of a column."""
+    tiles = weight.reshape(-1, 16, weight.shape[1])
+    scale = jnp.exp2(jnp.ceil(jnp.log2(jnp.max(jnp.abs(tiles), axis=1, keepdims=True) / 448)))
+    codes = (tiles / scale).astype(jnp.float8_e4m3fn)
+    return codes.reshape(weight.shape), jnp.repeat(scale, 16, axis=1).reshape(weight.shape)
+
+
+@functools.cache
+def quantized_product(quantize):
+    """Multiplies with the codes; the backward pass gets the codes, like that of a library."""
+
+    @jax.custom_vjp
+    def product(x, weight):
+        return forward(x, weight)[0]
+
+    def forward(x, weight):
+        codes, scale = quantize(weight)
+        return x @ (codes.astype(x.dtype) * scale), (x, codes, scale)
+
+    def backward(residuals, g):
+        x, codes, scale = residuals
+        return g @ (codes.astype(x.dtype) * scale).T, x.T @ g
+
+    product.defvjp(forward, backward)
+    return lambda x, weight, dims, **kwargs: product(x, weight)
+
+
+@pytest.mark.parametrize("quantize", [int8_of_channels, float8_of_tensor, float8_of_tiles])
+def test_a_quantized_weight_is_quantized_again_from_saved_scales(devices8, quantize):
+    saved, counts = {}, {}
+    for product in (None, quantized_product(quantize)):
+        model = Stack(scan=True, width=64, product=product)
+        program = build(model, devices8, batch=make_batch(width=64))
+        found = list(equations(program))
+        forward = next(eqn for eqn in found if eqn.primitive.name == "scan")
+        kept = forward.outvars[scan_sizes(forward.params)[1] :]
+        saved[product] = collections.Counter((v.aval.dtype, v.aval.shape) for v in kept)
+        counts[product] = collections.Counter(eqn.primitive.name for eqn in found)
+    exact, quantized = saved
+    assert counts[quantized]["all_gather"] == counts[exact]["all_gather"] == 4
+    assert counts[quantized]["reduce_max"] == 2  # No pass over a gathered weight to find a scale.
+    assert saved[exact] <= saved[quantized]
+    more = saved[quantized] - saved[exact]
+    assert more.total() > 0
+    assert all(math.prod(shape[1:]) * 16 <= 64 * 4 * 64 for _, shape in more)
+
+
+def test_a_weight_that_is_quantized_again_has_the_same_codes(devices8):
+    product = quantized_product(float8_of_tensor)
+
+    def part(kernel, x):
+        def loss(kernel, x):
+            weight = ShardedParameter(kernel, (None, "data"), gather_axes=("data",)).unbox()
+            return jnp.sin(product(jnp.sin(x), weight, None)).sum()
+
+        return [jax.grad(f, (0, 1))(kernel, x) for f in (loss, regather_for_backward(loss))]
+
+    run = jax.shard_map(
+        part,
+        mesh=make_mesh({"data": -1}, devices8),
+        in_specs=(P(None, "data"), P("data")),
+        out_specs=[(P(None, "data"), P("data"))] * 2,
+        check_vma=True,
+    )
+    plain, again = jax.jit(run)(make_batch(width=64).inputs, make_batch(32).inputs)
+    chex.assert_trees_all_close(again, plain, rtol=1e-6)
 
 
 @pytest.mark.optimized

@@ -517,6 +517,34 @@ def reference():
     return train_on_one_device(Language(), optax.sgd(0.5), BATCHES, loss_fn)
 
 
+def test_a_library_finds_the_array_that_a_module_got(devices8):
+    """As qwix asks: the same tracer, nothing sent, and no array of a trace that has ended."""
+    answers = {}
+
+    def ask(box, where):
+        array = box.unbox()
+        answers[where] = array is box.unbox(apply_constraint=False)
+        return array
+
+    def part(kernel, x):
+        box = ShardedParameter(kernel, (None, "data"), gather_axes=("data",))
+        inside = jax.checkpoint(lambda x: x @ ask(box, "inside"))(x)
+        other = box.unbox(apply_constraint=False)  # The checkpoint's array cannot be used here.
+        return x @ ask(box, "outside") + jnp.sin(inside) @ other.T
+
+    run = jax.shard_map(
+        part,
+        mesh=make_mesh({"data": 8}, devices8),
+        in_specs=(P(None, "data"), P()),
+        out_specs=P("data"),
+        check_vma=True,
+    )
+    with jax.checking_leaks():
+        text = str(jax.make_jaxpr(run)(jnp.zeros((16, 16)), jnp.zeros((2, 16))))
+    assert answers == {"inside": True, "outside": True}
+    assert text.count("all_gather[") == 3
+
+
 @pytest.mark.parametrize(
     ("builder", "axes", "options"),
     [

@@ -1,0 +1,295 @@
+"""Products in FP8 and int8 of other libraries, on every mesh, against one device."""
+
+import functools
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.linen import fp8_ops
+
+from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.core.modes.overwritten import OVERWRITTEN
+from manualpar.layers import Column, Row, tensor_parallel
+from tests.one_device import slow, train_program
+from tests.tiny import square_loss
+
+WIDTH = 32
+INTEROP = "pip install -e '.[interop]'"
+
+
+class Block(nn.Module):
+    product: Any = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.gelu(nn.Dense(2 * WIDTH, dot_general_cls=self.product, name="up")(x))
+        return x + nn.Dense(WIDTH, dot_general_cls=self.product, name="down")(h), None
+
+
+class Model(nn.Module):
+    kind: str = "loop"
+    product: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        if self.kind == "loop":
+            for index in range(2):
+                x, _ = Block(self.product, name=f"block_{index}")(x)
+        elif self.kind == "shared":
+            block = Block(self.product, name="block")
+            x = block(block(x)[0])[0]
+            Block(self.product, name="unused")(x)
+        else:
+            block = nn.remat(Block) if self.kind == "remat" else Block
+            options = {"variable_axes": {"params": 0, OVERWRITTEN: 0}, "length": 2}
+            x, _ = nn.scan(block, split_rngs={"params": True}, **options)(
+                self.product, name="block"
+            )(x, None)
+        return nn.Dense(WIDTH, name="head")(x)
+
+
+class NNXModel(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+def make_batch(size=48):
+    """Examples with outliers, so that a scale of another part of the batch shows."""
+    x = np.random.default_rng(0).normal(size=(size, 4, WIDTH)).astype(np.float32)
+    x *= np.exp(np.random.default_rng(1).normal(size=(size, 4, 1))).astype(np.float32)
+    return Batch(inputs=x, labels=np.sin(2 * x))
+
+
+def build(model, devices, *, builder=fsdp, axes=None, loss_fn=square_loss, **kwargs):
+    if builder is not data_parallel:
+        kwargs["min_weight_size"] = 1
+    mesh = make_mesh(axes or {"data": -1}, devices)
+    tx = optax.sgd(0.1)
+    return builder(model, tx, loss_fn, mesh=mesh, batch=make_batch(), **kwargs)
+
+
+def distance(tree, other):
+    """The largest distance of two arrays, in parts of the larger array."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
+
+
+def einsum():
+    """A `dot_general` for `nn.Dense` that is one of flax's products in FP8, `Fp8Einsum`."""
+    product = fp8_ops.Fp8Einsum(amax_history_length=4)
+    return lambda x, kernel, dims, **kwargs: product(
+        "bsd,df->bsf", x, kernel, preferred_element_type=x.dtype
+    )
+
+
+PRODUCTS = {
+    "direct": functools.partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=4),
+    "fake": functools.partial(fp8_ops.Fp8DotGeneralOp, amax_history_length=4),
+    "einsum": einsum,
+}
+STEPS = 4
+
+
+@functools.cache
+def train_flax_on_one_device(kind, product):
+    """Trains as flax describes it: overwritten variables are replaced by their gradients."""
+    model, batch = Model(kind, PRODUCTS[product]), make_batch()
+    inputs, labels = batch.inputs, batch.labels
+    key, _ = jax.random.split(jax.random.key(0))
+    variables = jax.jit(model.init)(key, inputs)
+
+    def loss(params, scales):
+        scales = jax.tree.map(lambda x: jax.lax.convert_element_type(x, fp8_ops.fm32), scales)
+        out = model.apply({"params": params, OVERWRITTEN: scales}, inputs)
+        return jnp.square(out - labels).mean(-1).sum()
+
+    count = inputs.size / WIDTH
+    losses, step = [], jax.jit(jax.value_and_grad(loss, (0, 1)))
+    params, scales = variables["params"], variables[OVERWRITTEN]
+    for _ in range(STEPS):
+        value, (grads, scales) = step(params, scales)
+        params = jax.tree.map(lambda x, g: x - 0.1 * g / count, params, grads)
+        losses.append(value / count)
+    return losses, jax.device_get(scales)
+
+
+@pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
+@pytest.mark.parametrize(
+    ("product", "kind", "builder", "options"),
+    [
+        ("direct", "shared", fsdp, {"num_minibatches": 2}),
+        slow("direct", "loop", data_parallel, {}),
+        slow("direct", "loop", fsdp, {"num_minibatches": 3, "use_scan": True}),
+        slow("direct", "loop", fsdp, {"axes": {"data": 2, "model": 4}}),
+        slow(
+            "direct", "loop", fsdp, {"axes": {"data": 4, "context": 2}, "context_axis": "context"}
+        ),
+        slow("direct", "loop", hsdp, {"axes": {"replica": 2, "data": 4}}),
+        slow("direct", "loop", fsdp, {"mode": "auto"}),
+        slow("direct", "scan", fsdp, {}),
+        slow("direct", "scan", functools.partial(zero, stage=2), {}),
+        slow("direct", "remat", fsdp, {"num_minibatches": 2, "use_scan": True}),
+        slow("fake", "scan", fsdp, {}),
+        slow("einsum", "loop", fsdp, {}),
+        slow("einsum", "loop", fsdp, {"axes": {"data": 4, "model": 2}}),
+    ],
+)
+@pytest.mark.every_case
+def test_flax_fp8_products_have_the_histories_of_one_device(
+    devices8, product, kind, builder, options
+):
+    """A history has the largest value over all uses, minibatches and devices."""
+    expected, scales = train_flax_on_one_device(kind, product)
+    model = Model(kind, PRODUCTS[product])
+    if "model" in options.get("axes", ()):
+        model = tensor_parallel(model, PLAN)
+    program = build(model, devices8, builder=builder, **options)
+    state, losses = train_program(program, [make_batch()] * STEPS)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    found = jax.device_get(state.collections)[OVERWRITTEN]
+    if kind == "shared":  # Nothing has changed what no loss depends on.
+        first = jax.device_get(program.init(jax.random.key(0)).collections)[OVERWRITTEN]
+        chex.assert_trees_all_equal(found.pop("unused"), first["unused"])
+        scales = {name: x for name, x in scales.items() if name != "unused"}
+    chex.assert_trees_all_close(found, scales, rtol=1e-6)
+
+
+def test_a_pipeline_refuses_products_with_state(devices8):
+    with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*expected none in a pipeline"):
+        build(
+            Model("scan", PRODUCTS["direct"]),
+            devices8,
+            axes={"data": 4, "stage": 2},
+            pipeline=Pipeline(),
+        )
+
+
+RULES = {
+    "weights": {"weight_qtype": "int8"},
+    "w8a8": {"weight_qtype": "int8", "act_qtype": "int8"},
+    "w8a8g8": {"weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": "int8"},
+    "float8": {
+        "weight_qtype": "float8_e4m3fn",
+        "act_qtype": "float8_e4m3fn",
+        "bwd_qtype": "float8_e5m2",
+    },
+}
+
+
+def quantized(kind, rule, modules="block.*|up|down"):
+    """The model with qwix's rule for kernels, but not for the head's."""
+    qwix = pytest.importorskip("qwix", reason=INTEROP)
+    provider = qwix.QtProvider([qwix.QtRule(module_path=modules, **RULES[rule])])
+    if kind != "nnx":
+        return qwix.quantize_model(Model(kind), provider)
+    inputs = make_batch().inputs[:2]
+    return lambda rngs: qwix.quantize_model(NNXModel(rngs), provider, inputs)
+
+
+def step(model, devices, **options):
+    """The parameters after a step."""
+    state, _ = train_program(build(model, devices, **options), [make_batch()])
+    return jax.device_get(state.params)
+
+
+@functools.cache
+def step_on_one_device(kind, device, rule=None, modules="block.*|up|down"):
+    if rule is None:
+        return step(NNXModel if kind == "nnx" else Model(kind), [device])
+    return step(quantized(kind, rule, modules), [device])
+
+
+PLAN = {"block_*/up": Column(), "block_*/down": Row()}
+
+
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix reads old names of flax.
+@pytest.mark.parametrize(
+    ("kind", "builder", "options"),
+    [
+        ("loop", data_parallel, {}),
+        ("loop", fsdp, {}),
+        ("loop", fsdp, {"reshard_after_forward": False}),
+        ("loop", fsdp, {"mode": "auto"}),
+        ("loop", fsdp, {"num_minibatches": 3}),
+        ("loop", hsdp, {"axes": {"replica": 2, "data": 4}}),
+        ("loop", fsdp, {"axes": {"data": 4, "model": 2}}),
+        ("scan", fsdp, {}),
+        ("scan", functools.partial(zero, stage=2), {}),
+        ("remat", fsdp, {}),
+        ("nnx", fsdp, {}),
+    ],
+)
+def test_qwix_finds_every_weight_that_a_rule_names(devices8, kind, builder, options):
+    """With weights quantized alone nothing depends on the split: a weight not found would show.
+
+    Of a kernel whose rows are split each device has its own scale, so such a kernel has no rule.
+    """
+    is_split = "model" in options.get("axes", ())
+    modules = ".*up" if is_split else "block.*|up|down"
+    model = quantized(kind, "weights", modules)
+    if is_split:
+        model = tensor_parallel(model, PLAN)
+    found = step(model, devices8, builder=builder, **options)
+    expected = step_on_one_device(kind, devices8[0], "weights", modules)
+    assert distance(found, expected) < 1e-5
+    assert distance(step_on_one_device(kind, devices8[0]), expected) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("rule", ["w8a8", "w8a8g8", "float8"])
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [("scan", {"data": 8}), ("nnx", {"data": 8}), ("loop", {"data": 4, "model": 2})],
+)
+def test_qwix_errs_no_more_on_several_devices(devices8, kind, axes, rule):
+    """Activations and gradients have scales of a device's part, so the rounding is another one.
+
+    If layers are split the kernels' rows have such scales too, and the error varies more.
+    """
+
+    def error(params):
+        exact = jax.tree.leaves(step_on_one_device(kind, devices8[0]))
+        pairs = zip(jax.tree.leaves(params), exact, strict=True)
+        return np.sqrt(sum(np.square(a - b).sum() for a, b in pairs))
+
+    model = quantized(kind, rule)
+    params = step(tensor_parallel(model, PLAN) if kind == "loop" else model, devices8, axes=axes)
+    expected = error(step_on_one_device(kind, devices8[0], rule))
+    assert 0.5 * expected < error(params) < (1.2 if "model" in axes else 1.1) * expected
+
+
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["loop", "scan"])
+def test_aqt_products_are_those_of_one_device(devices8, kind):
+    """AQT draws from the stream `params`, even if it rounds to the nearest code."""
+    aqt = pytest.importorskip("aqt.jax.v2.flax.aqt_flax", reason=INTEROP)
+    config = pytest.importorskip("aqt.jax.v2.config").dot_general_make(8, 8)
+    model = Model(kind, functools.partial(aqt.AqtDotGeneral, config))
+
+    def loss_fn(params, apply_fn, batch, rng):
+        def with_key(variables, inputs):
+            return apply_fn(variables, inputs, rngs={"params": rng})
+
+        return square_loss(params, with_key, batch, rng)
+
+    found, expected = (
+        step(model, devices, loss_fn=loss_fn) for devices in (devices8, devices8[:1])
+    )
+    assert distance(found, expected) < 1e-5
+    assert distance(step_on_one_device(kind, devices8[0]), expected) > 1e-4
