@@ -240,6 +240,7 @@ def _extras() -> Iterator[Case]:
     for _ in range(90):
         nested = [nested]
     sizes: list[Any] = [-1, "3", 1.5, 10**40, 10**9, 7, None]
+    no_hashes: tuple[Any, ...] = (None, "x", [], {})
     fields: dict[str, list[Any]] = {
         "position": ["abc", -1, True, 10**40, None, 1.5, [1], float("nan")],
         "data": [None, 3, "other", []],
@@ -252,7 +253,7 @@ def _extras() -> Iterator[Case]:
         "files": [
             *(None, [], {}, {"metrics.jsonl": 0}),
             *({"metrics.jsonl": size, "throughput.jsonl": 0} for size in sizes),
-            *({"metrics.jsonl": 0, "throughput.jsonl": 0, HASHES: x} for x in (None, "x", [], {})),
+            *({"metrics.jsonl": 0, "throughput.jsonl": 0, HASHES: x} for x in no_hashes),
         ],
     }
 

@@ -327,7 +327,7 @@ def cast_values(jaxpr: Jaxpr) -> dict[Any, Any]:
         elif eqn.primitive.name == "convert_element_type" and isinstance(found[0], jex.Literal):
             [result] = eqn.outvars
             number = np.asarray(found[0].val).astype(eqn.params["new_dtype"])
-            values[result] = Literal(number, result.aval)
+            values[result] = jex.Literal(number, result.aval)
     return values
 
 
