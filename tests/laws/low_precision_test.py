@@ -70,11 +70,18 @@ def make_batch(size=48):
     return Batch(inputs=x, labels=np.sin(2 * x))
 
 
-def build(model, devices, *, builder=fsdp, axes=None, loss_fn=square_loss, **kwargs):
+def with_the_largest_first():
+    """The batch whose first example, of the first device's first minibatch, is the largest."""
+    x = make_batch().inputs
+    x[0] *= np.abs(x).max() / np.abs(x[0]).max() * 1.1
+    return Batch(inputs=x, labels=np.sin(2 * x))
+
+
+def build(model, devices, *, builder=fsdp, axes=None, loss_fn=square_loss, rate=0.1, **kwargs):
     if builder is not data_parallel:
         kwargs["min_weight_size"] = 1
     mesh = make_mesh(axes or {"data": -1}, devices)
-    tx = optax.sgd(0.1)
+    tx = optax.sgd(rate)
     return builder(model, tx, loss_fn, mesh=mesh, batch=make_batch(), **kwargs)
 
 
@@ -97,13 +104,13 @@ PRODUCTS = {
     "fake": functools.partial(fp8_ops.Fp8DotGeneralOp, amax_history_length=4),
     "einsum": einsum,
 }
-STEPS = 4
+STEPS, RATE = 3, 0.01
 
 
 @functools.cache
 def train_flax_on_one_device(kind, product):
     """Trains as flax describes it: overwritten variables are replaced by their gradients."""
-    model, batch = Model(kind, PRODUCTS[product]), make_batch()
+    model, batch = Model(kind, PRODUCTS[product]), with_the_largest_first()
     inputs, labels = batch.inputs, batch.labels
     key, _ = jax.random.split(jax.random.key(0))
     variables = jax.jit(model.init)(key, inputs)
@@ -111,25 +118,26 @@ def train_flax_on_one_device(kind, product):
     def loss(params, scales):
         scales = jax.tree.map(lambda x: jax.lax.convert_element_type(x, fp8_ops.fm32), scales)
         out = model.apply({"params": params, OVERWRITTEN: scales}, inputs)
-        return jnp.square(out - labels).mean(-1).sum()
+        losses = jnp.square(out - labels).mean(-1)
+        return losses.mean() * losses.size  # As a step weights losses: codes depend on every bit.
 
     count = inputs.size / WIDTH
-    losses, step = [], jax.jit(jax.value_and_grad(loss, (0, 1)))
+    history, step = [], jax.jit(jax.value_and_grad(loss, (0, 1)))
     params, scales = variables["params"], variables[OVERWRITTEN]
     for _ in range(STEPS):
         value, (grads, scales) = step(params, scales)
-        params = jax.tree.map(lambda x, g: x - 0.1 * g / count, params, grads)
-        losses.append(value / count)
-    return losses, jax.device_get(scales)
+        params = jax.tree.map(lambda x, g: x - RATE * (g / count), params, grads)
+        history.append(jax.device_get((value / count, scales)))
+    return history
 
 
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 @pytest.mark.parametrize(
     ("product", "kind", "builder", "options"),
     [
-        ("direct", "shared", fsdp, {"num_minibatches": 2}),
+        ("direct", "shared", fsdp, {"num_minibatches": 2, "use_scan": True}),
         slow("direct", "loop", data_parallel, {}),
-        slow("direct", "loop", fsdp, {"num_minibatches": 3, "use_scan": True}),
+        slow("direct", "loop", fsdp, {"num_minibatches": 3}),
         slow("direct", "loop", fsdp, {"axes": {"data": 2, "model": 4}}),
         slow(
             "direct", "loop", fsdp, {"axes": {"data": 4, "context": 2}, "context_axis": "context"}
@@ -149,19 +157,23 @@ def test_flax_fp8_products_have_the_histories_of_one_device(
     devices8, product, kind, builder, options
 ):
     """A history has the largest value over all uses, minibatches and devices."""
-    expected, scales = train_flax_on_one_device(kind, product)
     model = Model(kind, PRODUCTS[product])
     if "model" in options.get("axes", ()):
         model = tensor_parallel(model, PLAN)
-    program = build(model, devices8, builder=builder, **options)
-    state, losses = train_program(program, [make_batch()] * STEPS)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    found = jax.device_get(state.collections)[OVERWRITTEN]
-    if kind == "shared":  # Nothing has changed what no loss depends on.
-        first = jax.device_get(program.init(jax.random.key(0)).collections)[OVERWRITTEN]
-        chex.assert_trees_all_equal(found.pop("unused"), first["unused"])
-        scales = {name: x for name, x in scales.items() if name != "unused"}
-    chex.assert_trees_all_close(found, scales, rtol=1e-6)
+    program = build(model, devices8, builder=builder, rate=RATE, **options)
+    state = program.init(jax.random.key(0))
+    unused = jax.device_get(state.collections[OVERWRITTEN].get("unused"))
+    # After the first step the last bit of a parameter may decide about a code in FP8.
+    tolerance = 1e-6
+    for loss, scales in train_flax_on_one_device(kind, product):
+        state, metrics = program.train_step(state, with_the_largest_first())
+        np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], loss, rtol=tolerance)
+        found = dict(jax.device_get(state.collections)[OVERWRITTEN])
+        # Nothing changes what no loss depends on; plain flax sets it to zero.
+        chex.assert_trees_all_equal(found.pop("unused", None), unused)
+        expected = {name: x for name, x in scales.items() if name != "unused"}
+        chex.assert_trees_all_close(found, expected, rtol=tolerance)
+        tolerance = 1e-3
 
 
 def test_a_pipeline_refuses_products_with_state(devices8):
