@@ -1,12 +1,18 @@
 """A transformer whose layers are split over a mesh axis is the one-device model, to every leaf."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from manualpar import abstract_mesh
+from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.models.flat_fields import with_fields
+from manualpar.models.layer_config import LayerConfig, Norm
 from manualpar.models.transformer import size_of_vocabulary
+from manualpar.models.transformer_layer import normalize
 from tests.models.split_layers import EXPERTS, SMALL, _batch, build_program
 from tests.models.transformer_families import GEMMA, LLAMA4, QWEN
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, on_one_device
@@ -105,3 +111,37 @@ def test_what_pads_the_vocabulary_has_no_part_in_the_model():
     assert (logits[1:, :, 29:] == -jnp.inf).all()
     assert np.isnan(logits[0, :, :29]).all()
     assert np.isnan(expected[0]).all()
+
+
+class Normalize(nn.Module):
+    norm: Norm
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return normalize(
+            x, "norm", LayerConfig(8, 2, 2, 4, 8, 0.0, 1.0, self.dtype, norm=self.norm)
+        )
+
+
+@pytest.mark.parametrize("norm", [Norm(), Norm(kind="layer", bias=True), Norm(offset=True)])
+def test_gradients_of_a_norm_in_bfloat16_are_summed_over_positions_in_float32(norm):
+    module = Normalize(norm, jnp.dtype("bfloat16"))
+    x = jnp.ones((2, 8, 8), "bfloat16")
+    params = jax.tree.map(lambda p: p.astype("bfloat16"), module.init(jax.random.key(0), x))
+    step = jax.shard_map(
+        jax.grad(lambda params, x: module.apply(params, x).astype(jnp.float32).sum()),
+        mesh=abstract_mesh({"model": 2}, num_devices=2),
+        in_specs=(P(), P(None, "model")),
+        out_specs=P(),
+    )
+    equations = all_equations(jax.make_jaxpr(step)(params, x).jaxpr)
+    sums = [eqn.invars[0].aval.dtype for eqn in equations if eqn.primitive.name.startswith("psum")]
+    assert sums == [jnp.float32] * len(jax.tree.leaves(params))
+
+
+def test_the_offset_of_a_norm_in_bfloat16_is_added_in_float32():
+    scale = jnp.full(8, 2.0**-9, "bfloat16")  # One plus this is one in bfloat16.
+    module = Normalize(Norm(offset=True), jnp.dtype("float32"))
+    y = module.apply({"params": {"norm": {"scale": scale}}}, jnp.ones((1, 1, 8)))
+    np.testing.assert_allclose(y, 1 + 2.0**-9, rtol=1e-5)
