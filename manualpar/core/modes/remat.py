@@ -12,7 +12,8 @@ other residuals are saved as autodiff would save them. Code in the user's own `j
 (`nn.remat`) is recomputed by the user's policy, except that weights are saved if they were gathered
 over slow links (axes over which the backward pass does not gather again). The body of a scan and
 the branches of a `cond` are treated like the program around them. So a scan over layers also
-gathers one layer at a time in its backward pass.
+gathers one layer at a time in its backward pass. A weight that is gathered before a `cond` and read
+in a branch is followed through the `cond`.
 """
 
 import functools
@@ -247,9 +248,10 @@ class _Residuals:
         makers: list[Any] = []
         for eqn in jaxpr.eqns:
             is_cast = eqn.primitive.name in CASTS and not weights.isdisjoint(_variables(eqn))
-            if is_cast or is_repeated(eqn):
-                weights.update(eqn.outvars)
-                makers.append(eqn)
+            maker = eqn if is_cast or is_repeated(eqn) else _weights_of_cond(eqn, weights)
+            if maker is not None:
+                weights.update(maker.outvars)
+                makers.append(maker)
         self._is_dropped = [isinstance(v, Var) and v in weights for v in residuals]
         pairs = list(zip(residuals, self._is_dropped, strict=True))
         self._dropped = [variable for variable, is_dropped in pairs if is_dropped]
@@ -282,6 +284,57 @@ class _Residuals:
             )
         others = iter(saved)
         return [next(weights if is_dropped else others) for is_dropped in self._is_dropped]
+
+
+def _weights_of_cond(eqn: Any, weights: set[Var]) -> Any:
+    """Reduces a `cond` to its results that are weights; returns `None` if there are none.
+
+    Autodiff makes a weight that a branch reads a result of the `cond`. The other branches return
+    constants in its place.
+    """
+    is_weight = [isinstance(v, Var) and v in weights for v in eqn.invars]
+    if eqn.primitive.name != "cond" or not any(is_weight):
+        return None
+    branches = eqn.params["branches"]
+    origins = [_origins(branch.jaxpr, is_weight[1:]) for branch in branches]
+    by_result = list(zip(*origins, strict=True))
+    chosen = [i for i, of in enumerate(by_result) if "weight" in of and None not in of]
+    if not chosen:
+        return None
+
+    def reduced(branch: ClosedJaxpr) -> ClosedJaxpr:
+        jaxpr = branch.jaxpr
+        outvars = [jaxpr.outvars[i] for i in chosen]
+        jaxpr = jaxpr.replace(
+            invars=[v for v, kept in zip(jaxpr.invars, is_weight[1:], strict=True) if kept],
+            outvars=outvars,
+            eqns=_needed(jaxpr.eqns, outvars),
+            debug_info=without_names(jaxpr),
+        )
+        return ClosedJaxpr(jaxpr, branch.consts)
+
+    condition, *operands = eqn.invars
+    return eqn.replace(
+        invars=[condition, *(v for v, kept in zip(operands, is_weight[1:], strict=True) if kept)],
+        outvars=[eqn.outvars[i] for i in chosen],
+        params={**eqn.params, "branches": tuple(map(reduced, branches))},
+    )
+
+
+def _origins(jaxpr: Jaxpr, is_weight: Sequence[bool]) -> list[str | None]:
+    """Returns, for each result of a branch, whether it is a weight, a constant or `None` of them.
+
+    `is_weight` says which of the operands are weights.
+    """
+    found: dict[Any, str] = {
+        v: "weight" for v, is_true in zip(jaxpr.invars, is_weight, strict=True) if is_true
+    }
+    for eqn in jaxpr.eqns:
+        origins = {found.get(v) for v in _variables(eqn)}
+        if not origins or (eqn.primitive.name in CASTS and None not in origins):
+            origin = "weight" if "weight" in origins else "constant"
+            found.update(dict.fromkeys(eqn.outvars, origin))
+    return ["constant" if isinstance(v, Literal) else found.get(v) for v in jaxpr.outvars]
 
 
 def _instantiate(cotangent: Any) -> Any:
