@@ -105,10 +105,11 @@ def _check_condition(name: str, eqn: Any) -> None:
                     "(jax.lax.pmax)."
                 )
             raise ValueError(
-                f"{found}{differs}some devices would wait for the others for ever. A sharded "
-                "parameter is gathered where it is used: call the module outside of the branch or "
-                "loop and choose with jnp.where, make the condition the same on all devices "
-                "(jax.lax.pmax), or use data_parallel."
+                f"{found}{differs}some devices would wait for the others for ever. A loop within "
+                "the branch gathers the slices of a sharded parameter: put the condition into the "
+                "loop, call the module outside of the branch and choose with jnp.where, make the "
+                "condition the same on all devices (jax.lax.pmax), name the module in "
+                "keep_gathered=, or use data_parallel."
             )
 
 

@@ -4,15 +4,24 @@ A run that comes back with fewer devices keeps its batch, so each device gets mo
 mesh is given by a rule (`data=-1`) and nothing else about the division has changed, the number of
 minibatches grows, so that a device computes at most as many examples at once as when the run began.
 With the old number of devices, the config's own number of minibatches holds again.
+
+A loss may combine the examples of a minibatch over the devices, such as in-batch negatives or the
+statistics of `nn.BatchNorm(axis_name=...)`. With smaller minibatches it would be another loss, so
+the number of minibatches stays.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 import ml_collections
+from jax.sharding import PartitionSpec
 
+from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, purpose_of
+from manualpar.inspect.communication import trace_collectives
 from manualpar.system.cluster.agreement import from_first
 from manualpar.system.storage import AnyPath
 from manualpar.training.checkpoints.folders import open_folder
@@ -109,13 +118,36 @@ def divide_batch(
     return division
 
 
+def combines_examples(program: Program) -> bool | None:
+    """Returns whether the loss or the model has a collective over the axes that split the examples.
+
+    It is a collective of the user's code, or of `gather_examples`. This package's own collectives
+    gather parameters and add up results. If XLA writes the collectives, the answer is not known,
+    and it is `None`. The loss is traced once.
+    """
+    if not program.step.mode.writes_collectives:
+        return None
+    if program.outer is not None:
+        program = program.outer.inner
+    axes = set(program.roles.batch_dims[0])
+    loss = on_auto_axes(program.step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
+    with no_mesh():
+        traced = jax.jit(loss).trace(program.abstract_state, program.abstract_batch)
+    return any(
+        not axes.isdisjoint(found.axes) and purpose_of(found.scope) in (None, EXAMPLES_SCOPE)
+        for found in trace_collectives(traced, while_trips=1)
+    )
+
+
 def _asks_the_same(config: ml_collections.ConfigDict, earlier: Mapping[str, Any]) -> bool:
     """Returns whether the checkpoint's config asks for the same division as this config."""
     asked = flatten_config(json.loads(json.dumps(config.to_dict())))
     return all(asked.get(name) == earlier.get(name) for name in DECIDING)
 
 
-def describe_change(before: Any, now: Division, *, batch_size: int, draws: bool) -> list[str]:
+def describe_change(
+    before: Any, now: Division, *, batch_size: int, draws: bool, combines: Callable[[], bool | None]
+) -> list[str]:
     """Returns a sentence if a resumed run divides its batch in another way than before.
 
     Args:
@@ -123,6 +155,7 @@ def describe_change(before: Any, now: Division, *, batch_size: int, draws: bool)
       now: The division of this run.
       batch_size: The number of examples of a step.
       draws: Whether the loss may draw random numbers, such as dropout masks.
+      combines: Returns whether the loss combines examples, see `combines_examples`.
     """
     earlier = Division.from_json(before)
     if earlier is None or earlier[:2] == now[:2]:
@@ -138,6 +171,15 @@ def describe_change(before: Any, now: Division, *, batch_size: int, draws: bool)
         f"minibatches x examples), before as {describe(earlier)}: they are the same examples, "
         "whose sums are added in another order"
     )
+    kept = now.minibatches == earlier.minibatches
+    combined = combines()
+    if combined is None and not kept:
+        sentence += "; a loss that combines examples combines those of one minibatch, so it differs"
+    if combined:
+        sentence += "; the loss or the model combines the examples of a minibatch over the devices"
+        sentence += ", so there are as many minibatches as before" if kept else ""
+        if not kept or now.minibatches > 1:
+            sentence += ", and a minibatch has other examples than before, so losses differ"
     if draws:
         sentence += ", but other random numbers are drawn for them (dropout masks)"
     return [sentence]

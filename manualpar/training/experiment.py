@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -41,7 +42,12 @@ from manualpar.models.transformer import size_of_vocabulary
 from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.strategies.registry import fields_of_manual_mode, values_of_options
 from manualpar.training.config import check_config, complete_config, flatten_config, is_own
-from manualpar.training.division import Division, EarlierDivision, divide_batch
+from manualpar.training.division import (
+    Division,
+    EarlierDivision,
+    combines_examples,
+    divide_batch,
+)
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.monitoring.profiling import parse_profile
 from manualpar.training.optimizer import check_decay_mask, make_optimizer, make_schedule
@@ -291,7 +297,8 @@ def _build(
             "too, such as options={'pipeline': manualpar.Pipeline()}; or leave out the axis."
         )
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
-    division = divide_batch(config, data_axes, axes_size(mesh, data_axes), earlier)
+    divide = functools.partial(divide_batch, config, data_axes, axes_size(mesh, data_axes))
+    division = divide(earlier)
     values["optimizer.num_minibatches"] = division.minibatches
     tx = make_optimizer(config, schedule) if schedule else task.optimizer
     assert tx is not None, "a task without an optimizer has a schedule"
@@ -325,10 +332,18 @@ def _build(
     shared |= _options_of(task, kind, decided=shared)
     strategy_fields = {name: parallel[name] for name in kind.fields if name in parallel}
     model = fine_tuned(task.model, config.model)
+
+    def build() -> Program:
+        options = {**shared, **strategy_fields, **kind.constants}
+        program: Program = kind.builder(model, tx, task.loss_fn, **options)
+        return program
+
     with _optimizer_named(config), tracing or contextlib.nullcontext():
-        program = kind.builder(
-            model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
-        )
+        program = build()
+        if division.minibatches > optimizer.num_minibatches and combines_examples(program):
+            division = divide(None)._replace(at_once=division.at_once)
+            shared["num_minibatches"] = division.minibatches
+            program = build()
     return program, chosen, division
 
 

@@ -30,7 +30,7 @@ from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import Checkpoints, Restored
 from manualpar.training.checkpoints.saved_state import unpad_whole
 from manualpar.training.config import flatten_config, is_own
-from manualpar.training.division import describe_change
+from manualpar.training.division import combines_examples, describe_change
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import Experiment
 from manualpar.training.hooks import Hooks
@@ -167,6 +167,7 @@ def _run(
             experiment.division,
             batch_size=config.data.batch_size,
             draws=_draws(config),
+            combines=functools.partial(combines_examples, program),
         ):
             say(sentence)
     position = position_of(restored) if restored else START

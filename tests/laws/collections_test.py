@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
+from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import trace_collectives
 from tests.one_device import slow_unless, train_on_one_device, train_program
 from tests.tiny import class_loss
@@ -124,52 +124,82 @@ def test_a_counter_stays_a_counter(devices8):
         assert state.collections["counters"]["calls"] == 4
 
 
-class Sowing(nn.Module):
-    """Sows a penalty with each call: appends it to a tuple, or adds it to a sum."""
+class SowingLayer(nn.Module):
+    """Sows a value of each example, a mean and a perturbation, beside a counter that it keeps."""
 
-    into_sum: bool
+    collection: str
+
+    @nn.compact
+    def __call__(self, x, _):
+        x = nn.tanh(nn.Dense(16)(x))
+        calls = self.variable(self.collection, "calls", lambda: jnp.zeros((), jnp.int32))
+        if not self.is_initializing():
+            calls.value += 1
+        self.sow(self.collection, "mean", (x**2).mean())
+        add = {"reduce_fn": jnp.add, "init_fn": lambda: jnp.zeros(())}
+        self.sow(self.collection, "of_each", (x**2).mean(-1), **add)
+        self.sow(self.collection, "of_each", x[:, 0], **add)
+        return self.perturb("seen", x, collection="seen"), None
+
+
+class Sowing(nn.Module):
+    """Sows in each layer of a loop."""
+
+    collection: str
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(16)(x)
-        kwargs = {"reduce_fn": jnp.add, "init_fn": lambda: jnp.zeros(())} if self.into_sum else {}
-        self.sow("losses", "activity", (x**2).mean(), **kwargs)
-        return nn.Dense(4)(x)
+        axes = {"params": 0, self.collection: 0, "seen": 0}
+        loop = nn.scan(SowingLayer, variable_axes=axes, split_rngs={"params": True}, length=2)
+        return nn.Dense(4)(loop(self.collection, name="layers")(x, None)[0])
 
 
-def sown_loss(params, apply_fn, batch, rng):
-    del rng
-    out, sown = apply_fn({"params": params}, batch.inputs, mutable=["losses"])
-    penalty = sum(jax.tree.leaves(sown["losses"]))
-    loss = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels) + penalty
-    return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
+def sown_loss(name):
+    def loss_fn(params, apply_fn, batch, rng):
+        del rng
+        out, updated = apply_fn({"params": params}, batch.inputs, mutable=[name])
+        ((mean,), of_each) = (updated[name]["layers"][key] for key in ("mean", "of_each"))
+        loss = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
+        loss = (loss + of_each.sum(0)) ** 2 + mean.sum()
+        return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
+
+    return loss_fn
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("builder", "into_sum"),
+    ("builder", "shape", "options", "name"),
     [
-        slow_unless({(fsdp, False), (fsdp, True)}, *pair)
-        for pair in itertools.product((data_parallel, fsdp), (False, True))
+        (fsdp, {"data": 8}, {"num_minibatches": 2}, "aux"),
+        pytest.param(fsdp, {"data": 4}, {}, "losses", marks=pytest.mark.slow),
+        pytest.param(hsdp, {"replica": 2, "data": 4}, {}, "aux", marks=pytest.mark.slow),
+        pytest.param(zero, {"data": 8}, {"stage": 2}, "aux", marks=pytest.mark.slow),
+        pytest.param(fsdp, {"data": 8}, {"mode": "auto"}, "aux", marks=pytest.mark.slow),
+        pytest.param(fsdp, {"data": 8}, {"mode": "explicit"}, "aux", marks=pytest.mark.slow),
+        pytest.param(data_parallel, {"data": 8}, {"use_scan": True}, "aux", marks=pytest.mark.slow),
     ],
 )
-def test_a_loss_that_the_model_sows_is_that_of_one_step(devices8, builder, into_sum):
-    batches = [make_batch(seed) for seed in range(3)]
-    expected = train_on_one_device(Sowing(into_sum), optax.sgd(0.1), batches, sown_loss)
-    kwargs = {"min_weight_size": 0} if builder is fsdp else {}
-    mesh = make_mesh({"data": 8}, devices8)
+def test_sown_values_begin_anew_in_each_call(devices8, builder, shape, options, name):
+    batches, model = [make_batch(seed) for seed in range(3)], Sowing(name)
+    expected = train_on_one_device(model, optax.sgd(0.1), batches, sown_loss(name))
+    placing = {} if builder is data_parallel else {"min_weight_size": 0}
     program = builder(
-        Sowing(into_sum),
+        model,
         optax.sgd(0.1),
-        sown_loss,
-        mesh=mesh,
+        sown_loss(name),
+        mesh=make_mesh(shape, devices8[: 4 if shape == {"data": 4} else 8]),
         batch=batches[0],
-        num_minibatches=2,
-        **kwargs,
+        **placing,
+        **options,
     )
     state, losses = train_program(program, batches)
-    assert state.collections == {}
+    kept = (
+        {} if name == "losses" else {name: {"layers": {"calls": (2,)}}}
+    )  # A name for sown values only.
+    assert jax.tree.map(jnp.shape, state.collections) == kept
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(state.params), expected.params, rtol=2e-4, atol=1e-5)
+    # What `init` sows is no part of a state.
+    program.init_from(model.init(jax.random.key(0), batches[0].inputs))
 
 
 @pytest.mark.parametrize("axis_name", [("a", "data"), ("data", "a")], ids=str)
@@ -206,6 +236,119 @@ def test_statistics_are_averaged_over_all_data_axes_in_one_reduction(devices8, a
         "sync_gradients",
         "sync_metrics",
     ]
+
+
+# Variables that a model computes from its parameters.
+
+
+class Averaging(nn.Module):
+    """A layer of a loop, with a teacher: an average of the layer's parameters."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        student = nn.Dense(6, name="student")
+        y = nn.tanh(student(x))
+        variables = student.variables["params"]
+        teacher = {
+            name: self.variable("teacher", name, lambda name=name: jnp.asarray(variables[name]))
+            for name in ("kernel", "bias")
+        }
+        target = x @ teacher["kernel"].value + teacher["bias"].value[None]
+        if not self.is_initializing():
+            for name, average in teacher.items():
+                average.value = 0.5 * average.value + 0.5 * jnp.asarray(variables[name])
+        return y + jax.lax.stop_gradient(nn.tanh(target)), None
+
+
+class Student(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        calls = self.variable("teacher", "calls", lambda: jnp.zeros((), jnp.int32))
+        if not self.is_initializing():
+            calls.value += 1
+        axes = {"variable_axes": {"params": 0, "teacher": 0}, "split_rngs": {"params": True}}
+        layers = nn.scan(Averaging, length=2, **axes)(name="layers")
+        return nn.Dense(4)(layers(x, None)[0])
+
+
+SHARDED = {"min_weight_size": 0, "pad": True}
+
+
+@pytest.mark.parametrize(
+    ("builder", "shape", "options"),
+    [
+        (data_parallel, {"data": 8}, {}),
+        (fsdp, {"data": 4}, SHARDED),
+        pytest.param(zero, {"data": 8}, {"stage": 2, **SHARDED}, marks=pytest.mark.slow),
+        pytest.param(hsdp, {"replica": 2, "data": 4}, SHARDED, marks=pytest.mark.slow),
+        pytest.param(fsdp, {"data": 8}, {"mode": "auto"}, marks=pytest.mark.slow),
+        pytest.param(fsdp, {"data": 8}, {"nonfinite": "skip", **SHARDED}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_average_of_parameters_equals_one_device(devices8, builder, shape, options):
+    batches = [make_batch(seed, (32, 6)) for seed in range(3)]
+    expected = train_on_one_device(Student(), optax.sgd(0.5), batches, class_loss)
+    mesh = make_mesh(shape, devices8[: 4 if shape == {"data": 4} else 8])
+    program = builder(Student(), optax.sgd(0.5), class_loss, mesh=mesh, batch=batches[0], **options)
+    state, losses = train_program(program, batches)
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    whole = jax.device_get(program.whole(state))
+    params = whole.pop("params")
+    chex.assert_trees_all_close(params, expected.params, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(whole, expected.collections, rtol=1e-4, atol=1e-6)
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    assert "sync_collections" not in [c.purpose for c in trace_collectives(traced)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_scan", [False, True])
+def test_an_average_of_parameters_is_updated_in_each_minibatch(devices8, use_scan):
+    program = fsdp(
+        Student(),
+        optax.sgd(0.5),
+        class_loss,
+        mesh=make_mesh({"data": 8}, devices8),
+        batch=make_batch(shape=(32, 6)),
+        num_minibatches=4,
+        use_scan=use_scan,
+        **SHARDED,
+    )
+    state = program.init(jax.random.key(0))
+    before = jax.device_get(program.whole(state)["params"]["layers"]["student"]["kernel"])
+    zeros = jax.tree.map(jnp.zeros_like, state.collections)
+    state, _ = program.train_step(state.replace(collections=zeros), make_batch(shape=(32, 6)))
+    teacher = state.collections["teacher"]
+    np.testing.assert_allclose(teacher["layers"]["kernel"], before * (1 - 0.5**4), rtol=1e-5)
+    assert teacher["calls"] == 4
+
+
+class Teacher(nnx.Variable):
+    pass
+
+
+def test_an_average_of_parameters_of_an_nnx_model(devices8):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(16, 4, rngs=rngs)
+            self.teacher, self.noise = Teacher(jnp.zeros((16, 4))), Teacher(jnp.zeros(()))
+
+        def __call__(self, x):
+            y = self.dense(x) + x @ self.teacher[...]
+            self.teacher[...] = 0.5 * self.teacher[...] + 0.5 * self.dense.kernel[...]
+            self.noise[...] += self.teacher[...].mean() * (x.mean() if noisy else 1)
+            return y
+
+    noisy = True
+    with pytest.raises(ValueError, match=r"\['Teacher'\]\['noise'\] .* differs between"):
+        build_statistics(devices8, {}, Model)
+    noisy = False
+    program = build_statistics(devices8, {}, Model)
+    state = program.init(jax.random.key(0))
+    expected = np.zeros((16, 4))
+    for _ in range(2):
+        expected = 0.5 * expected + 0.5 * np.asarray(state.params["dense"]["kernel"])
+        state, _ = program.train_step(state, make_batch())
+    np.testing.assert_allclose(state.collections["Teacher"]["teacher"], expected, rtol=1e-5)
 
 
 # Variables that differ between devices, and for which a mean over devices would be wrong.
@@ -280,6 +423,17 @@ def test_what_is_summed_or_extreme_equals_one_device(devices8, builder, shape, o
     np.testing.assert_allclose(found["codes"]["ema"], ema, rtol=1e-4, atol=1e-5)
 
 
+class Remembering(nn.Module):
+    """Keeps a variable with an entry for each example."""
+
+    @nn.compact
+    def __call__(self, x):
+        memory = self.variable("memory", "means", lambda: jnp.zeros(x.shape[0]))
+        if not self.is_initializing():
+            memory.value = 0.9 * memory.value + x.mean(-1)
+        return nn.Dense(4)(x)
+
+
 def build_statistics(devices, sync, model=None):
     mesh = make_mesh({"data": 8}, devices)
     model = model or Statistics(("data",))
@@ -309,8 +463,83 @@ def test_the_rules_are_a_dict(devices8):
         build_statistics(devices8, "sum")
 
 
+def test_a_variable_of_each_example_and_a_rule_for_sown_values_are_refused(devices8):
+    of_each = r"'memory/means' of the model is float32\[32\] .* and float32\[4\] for .*sow it"
+    with pytest.raises(ValueError, match=of_each):
+        build_statistics(devices8, {}, Remembering())
+    with pytest.raises(
+        ValueError, match="'aux/layers/mean', which the model sows; expected no rule"
+    ):
+        build_statistics(devices8, {"aux/layers/mean": "mean"}, Sowing("aux"))
+
+
 class Seen(nnx.Variable):
     pass
+
+
+class SowingNNX(nnx.Module):
+    """Sows into the type of a variable that it has, and over the path of another one."""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+        self.calls, self.mean = Seen(jnp.zeros(())), Seen(jnp.ones(()))
+        self.last = nnx.Intermediate(jnp.ones(32))
+
+    def __call__(self, x):
+        x = nnx.tanh(self.up(x))
+        self.calls[...] += 1
+        self.last.set_value(x[:, 0])
+        add = {"init_fn": lambda: 0.0, "reduce_fn": lambda a, b: a + b}
+        self.sow(Seen, "mean", (x**2).mean(), **add)
+        self.sow(Seen, "of_each", (x**2).mean(-1), **add)
+        return self.down(x)
+
+
+def nnx_loss(out, sown, last, labels):
+    loss = optax.softmax_cross_entropy_with_integer_labels(out, labels) + last
+    return (loss + sown["of_each"]) ** 2 + sown["mean"]
+
+
+@pytest.mark.parametrize(
+    ("builder", "options"),
+    [
+        (fsdp, {"min_weight_size": 0, "num_minibatches": 2}),
+        pytest.param(data_parallel, {}, marks=pytest.mark.slow),
+        pytest.param(fsdp, {"mode": "auto"}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_an_nnx_model_sows_begins_anew_in_each_call(devices8, builder, options):
+    def loss_fn(params, apply_fn, batch, rng):
+        names = ["Seen", "intermediates"]
+        out, updated = apply_fn({"params": params}, batch.inputs, mutable=names)
+        loss = nnx_loss(out, updated["Seen"], updated["intermediates"]["last"], batch.labels)
+        return loss.mean(), {"loss": (loss.sum(), loss.size)}
+
+    def expected_loss(model):
+        out, sown = nnx.capture(model, Seen)(batch.inputs)
+        return nnx_loss(out, nnx.to_pure_dict(sown), model.last[...], batch.labels).mean()
+
+    batch, model = make_batch(), SowingNNX(nnx.Rngs(0))
+    program = builder(
+        model,
+        optax.sgd(0.1),
+        loss_fn,
+        mesh=make_mesh({"data": 8}, devices8),
+        batch=batch,
+        **options,
+    )
+    state, losses = train_program(program, [batch, batch])
+    for step in (0, 1):
+        value, grads = nnx.value_and_grad(expected_loss)(model)
+        np.testing.assert_allclose(losses[step], value, rtol=1e-5)
+        nnx.update(
+            model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads)
+        )
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    chex.assert_trees_all_close(jax.device_get(state.params), params, rtol=1e-4, atol=1e-6)
+    calls = 2 * options.get("num_minibatches", 1)
+    assert state.collections["Seen"] == {"calls": calls, "mean": 1}
+    np.testing.assert_array_equal(state.collections["intermediates"]["last"], np.ones(32))
 
 
 def test_variables_of_an_nnx_model_go_by_their_type(devices8):

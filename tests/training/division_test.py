@@ -1,21 +1,29 @@
 """A run goes on with fewer devices: the same batches; the same values up to the order of sums."""
 
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
 import jax
 import ml_collections
 import numpy as np
+import optax
 import pytest
 
+from manualpar import gather_examples
 from manualpar.data import train_batches
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.config import flatten_config, named_config
 from manualpar.training.division import (
     Division,
     EarlierDivision,
+    combines_examples,
     describe_change,
     divide_batch,
     read_earlier,
 )
 from manualpar.training.experiment import prepare
+from manualpar.training.task import make_task
 from tests.runs.small_runs import checkpoint_arrays, flag_of_text
 
 BATCH_SIZE = 48  # Divided by 8, 6 and 4.
@@ -108,24 +116,106 @@ def test_what_divides_the_batch_is_named():
         divided(5, **three)
 
 
+def never():
+    return False
+
+
 def test_the_change_is_a_sentence():
     now = Division(6, 2, 6)
-    assert describe_change([6, 2, 6], now, batch_size=48, draws=True) == []
-    assert describe_change(None, now, batch_size=48, draws=True) == []
-    assert describe_change([6, True, -6], now, batch_size=48, draws=True) == []
-    (sentence,) = describe_change([8, 1, 6], now, batch_size=48, draws=False)
+    assert describe_change([6, 2, 6], now, batch_size=48, draws=True, combines=never) == []
+    assert describe_change(None, now, batch_size=48, draws=True, combines=never) == []
+    assert describe_change([6, True, -6], now, batch_size=48, draws=True, combines=never) == []
+    (sentence,) = describe_change([8, 1, 6], now, batch_size=48, draws=False, combines=never)
     assert sentence == (
         "the 48 examples of a step are divided as 6 devices x 2 x 4 (devices x minibatches x "
         "examples), before as 8 devices x 1 x 6: they are the same examples, whose sums are added "
         "in another order"
     )
-    (sentence,) = describe_change([8, 1, 6], now, batch_size=48, draws=True)
+    (sentence,) = describe_change([8, 1, 6], now, batch_size=48, draws=True, combines=never)
     drawn = ", but other random numbers are drawn for them (dropout masks)"
     assert sentence.endswith(drawn)
-    (sentence,) = describe_change(list(now), Division(8, 1, 6), batch_size=48, draws=True)
+    (sentence,) = describe_change(
+        list(now), Division(8, 1, 6), batch_size=48, draws=True, combines=never
+    )
     assert "are divided as 8 devices x 1 x 6 (devices" in sentence
     assert "before as 6 devices x 2 x 4: they" in sentence
     assert sentence.endswith(drawn)
+
+
+class Normed(nn.Module):
+    """A classifier that takes statistics of a device's examples, or over axes."""
+
+    axis_name: Any = None
+    norms: bool = True
+
+    @nn.compact
+    def __call__(self, x, train):
+        norm = nn.BatchNorm(use_running_average=not train, axis_name=self.axis_name)
+        x = nn.Dense(16)(x)
+        return nn.Dense(10)(norm(x) if self.norms else x)
+
+
+def plain_loss(params, apply_fn, batch, rng):
+    del rng
+    out = apply_fn({"params": params}, batch.inputs, train=True)
+    losses = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+def contrastive_loss(params, apply_fn, batch, rng):
+    """A loss of each example against the examples of all devices."""
+    del rng
+    out = apply_fn({"params": params}, batch.inputs, train=True)
+    losses = jax.nn.logsumexp(out @ gather_examples(out).T, -1) - (out**2).sum(-1)
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+def ratio_loss(params, apply_fn, batch, rng):
+    total, metrics = plain_loss(params, apply_fn, batch, rng)
+    return jax.lax.pmean(total, "data"), metrics
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "combines", "values"),
+    [
+        (Normed(), plain_loss, False, {}),
+        (Normed("data"), plain_loss, True, {}),
+        (Normed(norms=False), contrastive_loss, True, {"parallel.strategy": "dp"}),
+        pytest.param(Normed(norms=False), ratio_loss, True, {}, marks=pytest.mark.slow),
+        pytest.param(
+            Normed(("replica", "data")),
+            plain_loss,
+            True,
+            {"parallel.strategy": "hsdp", "parallel.mesh": {"replica": 2, "data": -1}},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_minibatches_do_not_grow_if_a_loss_combines_examples(
+    devices8, model, loss_fn, combines, values
+):
+    mesh = values.pop("parallel.mesh", {"data": -1})
+    config = small_config(mesh=mesh, **values)
+    config.parallel.min_weight_size = 0
+    task = dataclasses.replace(make_task(config), model=model, loss_fn=loss_fn)
+    begun, losses, combined = None, {}, []
+    for number in (8, 4, 2):
+        found = prepare(config, devices=jax.devices()[:number], task=task, earlier=begun)
+        begun = begun or EarlierDivision(found.division, flatten_config(config.to_dict()))
+        each = 1 if combines else 8 // number
+        assert found.division == (number, each, 6)
+        assert found.program.num_minibatches == each
+        program, combined = found.program, [*combined, combines_examples(found.program)]
+        (batch,) = read(found, 0, 1)
+        state = program.init(jax.random.key(0))
+        _, metrics = program.train_step(state, batch_on(program, batch))
+        losses[number] = metrics["loss"][0] / metrics["loss"][1]
+    assert combined == [combines] * 3
+    np.testing.assert_allclose([losses[4], losses[2]], [losses[8]] * 2, rtol=1e-5)
+    (sentence,) = describe_change(
+        [8, 1, 6], found.division, batch_size=48, draws=False, combines=lambda: combines
+    )
+    assert ("so there are as many minibatches as before" in sentence) == combines
 
 
 def test_every_number_of_devices_reads_the_same_examples_in_the_same_order(devices8):

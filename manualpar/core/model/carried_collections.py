@@ -18,7 +18,8 @@ from manualpar.core.modes.overwritten import OVERWRITTEN
 from manualpar.core.state.state_arrays import leaf_types
 from manualpar.core.trees import Batch, Variables
 
-# Collections of sown values. The model's caller reads these values; a state does not keep them.
+# Collections of sown values by their names. Values that a model sows into other collections are
+# recorded, see `sown_values`. The model's caller reads them; a state keeps no update of them.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
 
 
@@ -30,9 +31,10 @@ def find_carried_collections(
 ) -> dict[str, Any]:
     """Selects, from a model's abstract variables, the collections that a training state keeps.
 
-    A state keeps all collections except `params`, `SOWN_COLLECTIONS`, and collections whose set of
-    leaves changes when the model is applied. `trace(function, variables)` traces a function of
-    variables, a key and a batch.
+    `variables` have no sown values. A state keeps all collections except `params`,
+    `SOWN_COLLECTIONS`, and collections whose set of leaves changes when the model is applied.
+    The variables of an NNX model are all kept, because the model has no calls without them.
+    `trace(function, variables)` traces a function of variables, a key and a batch.
     """
     others = {name: tree for name, tree in variables.items() if name != "params"}
     paths = {name: leaf_types(tree).keys() for name, tree in others.items()}
@@ -40,18 +42,59 @@ def find_carried_collections(
 
     def call(variables: Variables, rng: jax.Array, batch: Batch) -> None:
         args, kwargs = model.initial_call(batch, init_args)
-        kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
+        kwargs = {**kwargs, "rngs": {"params": rng}, "kept": list(others), "requested": ()}
         with naming_unbound_axes(), varying_loops():
-            _, updates = model.apply(variables, *args, **kwargs)
-        updated.update({name: leaf_types(tree).keys() for name, tree in updates.items()})
+            _, _, kept = model.apply_keeping(variables, *args, **kwargs)
+        updated.update({name: leaf_types(tree).keys() for name, tree in kept.items()})
 
     if others and model.makes_variables_in_calls:
         trace(call, variables)
     return {
         name: tree
         for name, tree in others.items()
-        if name not in SOWN_COLLECTIONS and updated[name] == paths[name]
+        if not model.makes_variables_in_calls
+        or (name not in SOWN_COLLECTIONS and updated[name] == paths[name])
     }
+
+
+def check_shapes_of_collections(
+    builder: str,
+    collections: dict[str, Any],
+    init: Callable[[Batch], Any],
+    whole: Batch,
+    part: Batch,
+) -> None:
+    """Refuses variables whose shapes depend on the number of examples or positions.
+
+    Args:
+      builder: The strategy's name, for messages.
+      collections: The collections that a state keeps, made from the batch `whole`.
+      init: Makes a model's variables from a batch.
+      whole: The abstract global batch.
+      part: The abstract part of the batch that one call of the model gets.
+
+    Raises:
+      ValueError: A variable has another shape if it is made from `part`.
+    """
+    leaves = zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True)
+    changed = {a for x, y in leaves for a, b in zip(x.shape, y.shape, strict=True) if a != b}
+    if not any(changed.intersection(x.shape) for x in jax.tree.leaves(collections)):
+        return  # Saves a trace: no shape has the batch's number.
+    try:
+        made = leaf_types(jax.eval_shape(init, part))
+    except Exception:  # The model does not take such a batch: its own error is raised later.
+        return
+    for name, of_whole in leaf_types(collections).items():
+        of_part = made.get(name, of_whole)
+        if of_part != of_whole:
+            raise ValueError(
+                f"{builder}: the variable {name!r} of the model is {of_whole} for the global batch "
+                f"and {of_part} for the part that a device computes at once; expected the same "
+                "shape, because a training state keeps the variable, whoever holds its examples. "
+                "If the value is for the loss, sow it (self.sow): sown values begin anew in each "
+                "call. If it belongs to examples, pass it in the batch. Or reduce it over the "
+                "examples before the model stores it."
+            )
 
 
 class CarryingApply:
@@ -94,20 +137,18 @@ class CarryingApply:
         requested = _collection_names(mutable)
         # A step replaces overwritten variables by their gradients, so a call may not change them.
         kept = [name for name in self.collections if name not in (*variables, OVERWRITTEN)]
-        out, updates = self._model.apply(
+        out, updates, new = self._model.apply_keeping(
             {**self.collections, **variables},
             *args,
             method=method,
-            mutable=[*kept, *requested],
+            kept=[name for name in kept if name not in SOWN_COLLECTIONS],
+            requested=requested,
             **kwargs,
         )
-        new = {name: updates[name] for name in kept if name in updates}
         for name, tree in new.items():
             _check_update(name, self.collections[name], tree)
         self.collections = {**self.collections, **new}
-        if mutable is False:
-            return out
-        return out, {name: updates[name] for name in requested if name in updates}
+        return out if mutable is False else (out, updates)
 
 
 def _check_update(name: str, old: Any, new: Any) -> None:

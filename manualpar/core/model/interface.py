@@ -15,6 +15,7 @@ import flax.linen as nn
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, is_axis_bound
+from manualpar.core.model.sown_values import recording_sows, without_sown
 from manualpar.core.trees import Batch, Variables
 
 # -------------------------------------------------------------------------------------------------
@@ -213,6 +214,26 @@ class ModelInterface(abc.ABC):
     @abc.abstractmethod
     def apply(self, variables: Variables, *args: Any, **kwargs: Any) -> Any:
         """Calls the model as `flax.linen.Module.apply` does; parameters may be in boxes."""
+
+    def apply_keeping(
+        self,
+        variables: Variables,
+        *args: Any,
+        kept: Sequence[str],
+        requested: Sequence[str],
+        **kwargs: Any,
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """Calls `apply`, and separates the variables of the model from the values that it sows.
+
+        Returns:
+          The result, the updates of the collections `requested`, which have the sown values, and
+          the updates of the collections `kept`, without sown values.
+        """
+        with recording_sows() as sown:
+            out, updates = self.apply(variables, *args, mutable=[*kept, *requested], **kwargs)
+        own = without_sown(updates, sown)
+        asked = {name: updates[name] for name in requested if name in updates}
+        return out, asked, {name: own[name] for name in kept if name in own}
 
 
 _INTERFACES: list[type[ModelInterface]] = []

@@ -16,7 +16,7 @@ import linecache
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import is_inside
-from manualpar.core.parameters.sharded_parameter import ArrayBox
+from manualpar.core.parameters.sharded_parameter import ArrayBox, ShardedParameter, boxed_axes
 from manualpar.core.tracing.thread_patches import replaced_in_thread
 from manualpar.core.trees import path_name
 
@@ -55,7 +55,8 @@ def find_loop_dims(
       params: The tree of abstract parameters.
       boxed: The same tree with a true leaf for each parameter to probe.
       optional: The same tree with a true leaf for each further parameter to probe. If the loss
-        reads one of these in a way that is refused, none of them is probed.
+        reads one of these in a way that is refused, none of them is probed. One that is read in a
+        loop within a branch that some devices skip is left out of the result.
       gathers_in_loss: Whether this package gathers parameters where the loss reads them. If so,
         the loss may not differentiate parameters.
 
@@ -64,6 +65,7 @@ def find_loop_dims(
     """
     key_dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype
     loop_dims: dict[str, set[int]] = {}
+    in_branch: set[str] = set()
 
     def failure(boxed: Any) -> Exception | None:
         """Returns the error, if any, that the loss raises with these parameters in boxes."""
@@ -71,10 +73,11 @@ def find_loop_dims(
         def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
             if not is_boxed:
                 return value
-            record = _LoopDims(loop_dims.setdefault(path_name(path), set()))
+            name = path_name(path)
+            record = _Uses(loop_dims.setdefault(name, set()), lambda: in_branch.add(name))
             names = tuple(map(str, range(x.ndim)))
             zeros = jnp.zeros(value.shape) if gathers_in_loss else None
-            fields = {"loop_dims": record, "part_shape": value.shape, "global_shape": x.shape}
+            fields = {"uses": record, "part_shape": value.shape, "global_shape": x.shape}
             return _Probe(value, names, dtype=x.dtype, zeros=zeros, **fields)
 
         def box_all(values: Any) -> Any:
@@ -92,6 +95,9 @@ def find_loop_dims(
     everything = jax.tree.map(operator.or_, boxed, optional)
     if any(jax.tree.leaves(optional)):
         if failure(everything) is None:
+            # Not all devices run such a branch, so no loop in it may reduce a gradient.
+            for path in in_branch - {path_name(path) for path in _paths(boxed)}:
+                del loop_dims[path]
             return _frozen(loop_dims)
         loop_dims.clear()
     error = failure(boxed)
@@ -109,6 +115,11 @@ def find_loop_dims(
             "and without pipeline=."
         ) from error
     return _frozen(loop_dims)
+
+
+def _paths(tree: Any) -> list[Any]:
+    """Returns the paths of the true leaves."""
+    return [path for path, is_true in jax.tree.leaves_with_path(tree) if is_true]
 
 
 def _frozen(loop_dims: dict[str, set[int]]) -> dict[str, frozenset[int]]:
@@ -134,7 +145,7 @@ def _place(error: Exception) -> str:
 
 def _find_read(boxed: Any, failure: Callable[[Any], Exception | None]) -> tuple[str, ...]:
     """Finds the first modules, at most three, whose boxed parameters make a trace fail."""
-    paths = [path_name(path) for path, is_boxed in jax.tree.leaves_with_path(boxed) if is_boxed]
+    paths = [path_name(path) for path in _paths(boxed)]
 
     def fails(candidates: list[str]) -> bool:
         selected = jax.tree.map_with_path(lambda path, _: path_name(path) in candidates, boxed)
@@ -170,11 +181,16 @@ def _refuse(x: jax.Array) -> Any:
 _refuse_derivative.defvjp(_refuse, lambda _, g: (g,))
 
 
-class _LoopDims:
-    """The dims of a parameter that loops run over; all copies of a box share one `_LoopDims`."""
+class _Uses:
+    """Records how a parameter is used; all copies of a box share one record.
 
-    def __init__(self, dims: set[int]) -> None:
-        self.dims = dims
+    Attributes:
+      loop_dims: The dims that loops run over.
+      read_in_branch: Records that a branch that some devices skip reads a slice of the parameter.
+    """
+
+    def __init__(self, loop_dims: set[int], read_in_branch: Callable[[], None]) -> None:
+        self.loop_dims, self.read_in_branch = loop_dims, read_in_branch
 
 
 class _Probe(ArrayBox, eq=False):
@@ -185,7 +201,7 @@ class _Probe(ArrayBox, eq=False):
     """
 
     dtype: Any = flax.struct.field(default=None, pytree_node=False)
-    loop_dims: Any = flax.struct.field(default=None, pytree_node=False)
+    uses: Any = flax.struct.field(default=None, pytree_node=False)
     part_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     global_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     # Loops and transformations slice the zeros like the keys. Zeros can be differentiated.
@@ -213,6 +229,10 @@ class _Probe(ArrayBox, eq=False):
         zeros = jnp.zeros(shape, self.dtype, **sharding)
         return cast_to_varying(zeros, varying_axes(self.value))
 
+    def read_in_branch(self) -> None:
+        """Records it."""
+        self.uses.read_in_branch()
+
     def of_one_array(self) -> "_Probe":
         """Returns a copy of the box without the zeros: only the array of keys is left."""
         self.to_array()
@@ -229,7 +249,7 @@ class _Probe(ArrayBox, eq=False):
         names = list(self.names)
         dim = names.pop(index % len(names))
         if dim is not None:
-            self.loop_dims.dims.add(int(dim))
+            self.uses.loop_dims.add(int(dim))
         return self.replace(names=tuple(names))
 
 
@@ -249,6 +269,14 @@ class _Probe(ArrayBox, eq=False):
 # The replacements also type the result if a condition differs between devices. JAX types `cond`
 # only by its branches and `while_loop` only by its body, so a result that is one of two constants
 # would be typed as the same on all devices.
+#
+# A parameter that gathers itself, or whose gradient is reduced where it is read, has a collective
+# there. If some devices skip a branch, they also skip its collectives, and the others wait for
+# ever. So a parameter that is read in a branch whose condition differs between devices is gathered
+# before the conditional, and its gradient is reduced before it too, on all devices: a layer that
+# is skipped (LayerDrop) is gathered, and has a gradient of zero. This is not possible for the
+# slice of a parameter that a loop within the branch makes. Such a parameter is told
+# (`read_in_branch`).
 #
 # Invariants: numbers do not change. A call that JAX accepts is traced as JAX traces it, unless its
 # condition differs between devices. A cast only says that devices may differ, so it hides no
@@ -316,11 +344,13 @@ def _while_loop(original: Any) -> Callable[..., Any]:
         def keeping_type(carry: Any) -> Any:
             return _cast(body_fun(carry), _types(carry))
 
-        return _with_retry(
-            lambda: original(cond_fun, body_fun, init_val),
-            lambda: original(cond_fun, keeping_type, _fixed_point(after, init_val)),
-            at_once=any(t.varying for t in _traced_types(cond_fun, init_val)),
-        )
+        axes = frozenset[str]().union(*(t.varying for t in _traced_types(cond_fun, init_val)))
+        with _gathered_before(axes, lambda: (cond_fun(init_val), body_fun(init_val))):
+            return _with_retry(
+                lambda: original(cond_fun, body_fun, init_val),
+                lambda: original(cond_fun, keeping_type, _fixed_point(after, init_val)),
+                at_once=bool(axes),
+            )
 
     return while_loop
 
@@ -335,11 +365,13 @@ def _fori_loop(original: Any) -> Callable[..., Any]:
         def keeping_type(index: Any, carry: Any) -> Any:
             return _cast(body_fun(index, carry), _types(carry))
 
-        return _with_retry(
-            lambda: original(lower, upper, body_fun, init_val, **kwargs),
-            lambda: original(lower, upper, keeping_type, _fixed_point(after, init_val), **kwargs),
-            at_once=bool(axes),
-        )
+        fixed = functools.partial(_fixed_point, after, init_val)
+        with _gathered_before(axes, lambda: body_fun(jnp.asarray(lower), init_val)):
+            return _with_retry(
+                lambda: original(lower, upper, body_fun, init_val, **kwargs),
+                lambda: original(lower, upper, keeping_type, fixed(), **kwargs),
+                at_once=bool(axes),
+            )
 
     return fori_loop
 
@@ -367,9 +399,13 @@ def _call_branch(
     if "operand" in kwargs:
         kwargs = dict(kwargs)
         operands = (kwargs.pop("operand"),)
-    if index_axes := varying_axes(index):
+    index_axes = varying_axes(index)
+    if index_axes:
         # The transpose of a cast is a collective. Inside a branch only some devices would run it.
         operands = cast_to_varying(operands, index_axes)
+        # As constants of the branches, the operands are known outside of the conditional.
+        branches = [functools.partial(branch, *operands) for branch in branches]
+        operands = ()
 
     def choose(branches: Sequence[Any]) -> Any:
         return original(index, *((branches,) if as_list else branches), *operands, **kwargs)
@@ -386,7 +422,79 @@ def _call_branch(
 
         return choose([casting(branch) for branch in branches])
 
-    return _with_retry(lambda: choose(branches), cast_and_choose, at_once=bool(index_axes))
+    with _gathered_before(index_axes, *branches):
+        return _with_retry(lambda: choose(branches), cast_and_choose, at_once=bool(index_axes))
+
+
+@contextlib.contextmanager
+def _gathered_before(axes: frozenset[str], *functions: Callable[[], Any]) -> Iterator[None]:
+    """Unboxes parameters that functions read, before a condition that varies over `axes`.
+
+    These are the parameters whose `unbox()` communicates over some of the axes.
+
+    While the context is open, a box that could be unboxed here returns the value from here.
+
+    Communication:
+      The communication of `unbox()` for each of these boxes.
+    """
+    # A box whose arrays are the same in two traces of the functions comes from outside of them.
+    first = _unboxed_in(functions) if axes else {}
+    outside = first.keys() & _unboxed_in(functions).keys() if first else set[Any]()
+    values = {
+        key: cast_to_varying(box.unbox(), axes)
+        for key, box in first.items()
+        if key in outside and not axes.isdisjoint(_communication_axes(box))
+    }
+    for key in first.keys() - outside:
+        first[key].read_in_branch()
+
+    def unboxing(_: str, unbox: Any) -> Any:
+        def unbox_before(box: ArrayBox, *args: Any, **kwargs: Any) -> Any:
+            key = _identity(box)
+            return values[key] if key in values else unbox(box, *args, **kwargs)
+
+        return unbox_before
+
+    with _replaced_unbox(unboxing) if values else contextlib.nullcontext():
+        yield
+
+
+def _unboxed_in(functions: Sequence[Callable[[], Any]]) -> dict[Any, ArrayBox]:
+    """Traces functions, and returns the boxes that they unbox, by identity."""
+    found: dict[Any, ArrayBox] = {}  # The boxes stay alive, so an identity stays unique.
+
+    def recording(_: str, unbox: Any) -> Any:
+        def unbox_and_record(box: ArrayBox, *args: Any, **kwargs: Any) -> Any:
+            found.setdefault(_identity(box), box)
+            return unbox(box, *args, **kwargs)
+
+        return unbox_and_record
+
+    with _replaced_unbox(recording):
+        for function in functions:
+            # A new function in each call, because JAX would not trace the same one again.
+            jax.eval_shape(lambda function=function: function())
+    return found
+
+
+def _communication_axes(box: ArrayBox) -> set[str]:
+    """Returns the axes over which `unbox()` and its gradient communicate.
+
+    A box that consists of other boxes returns none, because it unboxes them.
+    """
+    if not isinstance(box, ShardedParameter):
+        return set()
+    whole = boxed_axes(box) if box.is_whole else ()
+    return {*box.gather_axes, *box.shard_only_axes, *box.comm.averaged_axes, *whole}
+
+
+def _identity(box: ArrayBox) -> tuple[Any, ...]:
+    return (type(box), box.is_whole, *map(id, jax.tree.leaves(box)))
+
+
+def _replaced_unbox(replacement: Any) -> contextlib.AbstractContextManager[None]:
+    classes = [x for x in _with_subclasses(ArrayBox) if "unbox" in vars(x)]
+    return replaced_in_thread([(x, "unbox") for x in classes], replacement)
 
 
 def _with_retry(plain: Callable[[], Any], cast: Callable[[], Any], *, at_once: bool = False) -> Any:
@@ -461,3 +569,8 @@ def _cast(tree: Any, types: _Types) -> Any:
         return tree  # JAX refuses the different structures.
     cast = [_cast_leaf(x, of_leaf) for x, of_leaf in zip(leaves, types, strict=True)]
     return jax.tree.unflatten(structure, cast)
+
+
+def _with_subclasses(base: Any) -> set[Any]:
+    """Returns a class and all its subclasses."""
+    return {base}.union(*map(_with_subclasses, base.__subclasses__()))

@@ -18,7 +18,7 @@ import functools
 import inspect
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import flax.core.spmd
@@ -496,13 +496,7 @@ class NNXModel(ModelInterface):
         return {"params": {}} | _by_collection(_leaves(module), box=annotate)
 
     def apply(
-        self,
-        variables: Mapping[str, Any],
-        *args: Any,
-        rngs: Any = _NOT_GIVEN,
-        mutable: Any = False,
-        method: Any = None,
-        **kwargs: Any,
+        self, variables: Mapping[str, Any], *args: Any, mutable: Any = False, **kwargs: Any
     ) -> Any:
         """Calls the module as `flax.linen.Module.apply` does; `stream_keys` describes `rngs`.
 
@@ -514,6 +508,44 @@ class NNXModel(ModelInterface):
         Raises:
           ValueError: A variable is missing, or the call makes a variable that `mutable` does not
             name, sets a sharded parameter, or draws random numbers without a key.
+        """
+        names = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
+        every = mutable is True
+        out, updates, _ = self._call(variables, *args, requested=names, every=every, **kwargs)
+        if mutable is False:
+            return out
+        names = updates if every else names
+        return out, {name: updates[name] for name in names if name in updates}
+
+    def apply_keeping(
+        self,
+        variables: Any,
+        *args: Any,
+        kept: Sequence[str],
+        requested: Sequence[str],
+        **kwargs: Any,
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """Calls `apply` and separates variables from sown values, see `ModelInterface`."""
+        out, updates, own = self._call(variables, *args, requested=requested, **kwargs)
+        asked = {name: updates[name] for name in requested if name in updates}
+        return out, asked, {name: own[name] for name in kept if name in own}
+
+    def _call(
+        self,
+        variables: Mapping[str, Any],
+        *args: Any,
+        requested: Sequence[str],
+        every: bool = False,
+        rngs: Any = _NOT_GIVEN,
+        method: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """Calls the module; captures what it sows into the collections `requested`.
+
+        With `every`, the call may make variables in any collection.
+
+        Returns:
+          The result, the variables after the call with the captured values, and without them.
         """
         keys = {} if rngs is _NOT_GIVEN or rngs is None else keys_by_stream(rngs)
         module = self._merge(variables, keys)
@@ -531,9 +563,7 @@ class NNXModel(ModelInterface):
             module.set_attributes(use_running_average=True, raise_if_not_found=False)
         elif self.phase == "eval":
             module.eval()
-        names = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
-        sown = [name for name in names if name not in known]
-        types = [type_ for name in sown for type_ in _types_named(name)]
+        types = [type_ for name in requested for type_ in _types_named(name)]
         bound = functools.partial(call, module) if callable(method) else call
 
         def run(module: nnx.Module) -> Any:
@@ -544,14 +574,11 @@ class NNXModel(ModelInterface):
         with assigning_tracers():
             out = nnx.capture(run, *types)(module)
         out, *states = out if types else (out,)
-        made = None if mutable is True else frozenset(sown)
+        made = None if every else frozenset(requested) - known
+        own = self._kept(module, made)
         captured = [leaf for state in states for leaf in nnx.to_flat_state(state)]
-        kept = _by_collection([*self._kept(module, made), *captured])
-        updates: dict[str, Any] = {name: {} for name in sown} | kept
-        if mutable is False:
-            return out
-        names = updates if mutable is True else names
-        return out, {name: updates[name] for name in names if name in updates}
+        empty: dict[str, Any] = {name: {} for name in requested if name not in known}
+        return out, empty | _by_collection([*own, *captured]), _by_collection(own)
 
     def _adjust_to_mesh(self, module: nnx.Module) -> None:
         """Adapts a module to the mesh for one call: its axis names and its dropout."""

@@ -328,7 +328,9 @@ class ProgramOptions(TypedDict, total=False):
         of all devices in all minibatches. `"max"` and `"min"` are right for running maxima and
         minima. None of them is right for a running average of *sums*, as in vector quantisers
         (`decay * old + (1 - decay) * total`): take `jax.lax.psum(total, axis)` in the model.
-        `batch_stats` is averaged by default. Another variable whose type varies over devices is
+        `batch_stats` is averaged by default. A variable that the model computes from parameters
+        alone (a teacher's moving average) is computed once more, apart from the gradients; XLA
+        gathers the shards that it needs. Another variable whose type varies over devices is
         refused unless this option names the variable. A variable whose type does not vary stays as
         it is. The type of a count taken from a shape (`seen += x.shape[0]`) does not vary, so this
         option must name such a count. In modes other than `"manual"` a model gets the global batch,

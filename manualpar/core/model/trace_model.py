@@ -15,8 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from manualpar.core.mesh.axes import axis_tuple, is_axis_bound
-from manualpar.core.model.carried_collections import CarryingApply, find_carried_collections
+from manualpar.core.mesh.axes import axes_size, axis_tuple, is_axis_bound
+from manualpar.core.mesh.splitting import split_minibatches
+from manualpar.core.model.carried_collections import (
+    CarryingApply,
+    check_shapes_of_collections,
+    find_carried_collections,
+)
 from manualpar.core.model.interface import (
     InitArgs,
     Model,
@@ -37,9 +42,10 @@ from manualpar.core.model.loss_function import (
     tracing_loss,
 )
 from manualpar.core.model.options import StoredDtypes
+from manualpar.core.model.sown_values import SownPath, recording_sows, without_sown
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.overwritten import OVERWRITTEN
-from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
+from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections, has_rule
 from manualpar.core.parameters.annotations import SplitParameter, take_shared
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import (
@@ -59,7 +65,15 @@ from manualpar.core.parameters.sharded_parameter import (
 from manualpar.core.parameters.trainable import is_trained
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.summary import Summarized
-from manualpar.core.trees import Batch, Collections, Infos, Params, Specs, Variables, path_name
+from manualpar.core.trees import (
+    Batch,
+    Collections,
+    Infos,
+    Params,
+    Specs,
+    Variables,
+    path_name,
+)
 
 # -------------------------------------------------------------------------------------------------
 # Initialises and traces a model, on a mesh if the model needs one.
@@ -85,10 +99,13 @@ def init_variables(
 ) -> dict[str, Any]:
     """Makes the variables by collection: `model.init({"params": rng}, *args, **kwargs)`.
 
-    `ModelInterface.initial_call` makes the arguments from a batch of zeros.
+    `ModelInterface.initial_call` makes the arguments from a batch of zeros. Values that the model
+    sows are left out, because they begin anew in each call.
     """
     args, kwargs = model.initial_call(jax.tree.map(jnp.zeros_like, batch), init_args)
-    return model.init({"params": rng}, *args, **kwargs)
+    with recording_sows() as sown:
+        variables = model.init({"params": rng}, *args, **kwargs)
+    return without_sown(variables, sown)
 
 
 def initialisation(
@@ -153,15 +170,23 @@ def with_mesh_if_needed(
     return call_on_mesh()
 
 
-def trace(mode: Mode, function: Callable[..., Any], in_specs: Specs, *args: Any) -> None:
+def trace(
+    mode: Mode,
+    function: Callable[..., Any],
+    in_specs: Specs,
+    *args: Any,
+    casts: bool = True,
+) -> None:
     """Traces a function of abstract global arguments as a step would run it.
 
-    The function's first argument is a tree of variables, which is cast to vary over devices.
+    The function's first argument is a tree of variables. With `casts`, it is cast to vary over
+    devices.
     """
 
     def on_device(variables: Variables, *args: Any) -> None:
         with mode.context():
-            function(cast_to_varying(variables, mode.varying_axes), *args)
+            axes = mode.varying_axes if casts else ()
+            function(cast_to_varying(variables, axes), *args)
 
     jax.eval_shape(mode.run(on_device, in_specs=in_specs, out_specs=PartitionSpec()), *args)
 
@@ -362,6 +387,64 @@ class LossTracer:
             gathers_in_loss=gathers_in_loss,
         )
 
+    def computed_from_parameters(
+        self, rules: Mapping[str, Any], num_minibatches: int
+    ) -> frozenset[str]:
+        """Finds the variables that the loss computes from parameters and constants alone.
+
+        A step casts parameters to vary over the devices. So the type of an average of parameters (a
+        teacher) says that it differs between devices. Here parameters are not cast, so the types
+        tell which variables depend on examples or on random numbers.
+
+        Returns:
+          The names of the variables, without the variables for which `rules` has a rule.
+        """
+        names = [
+            path_name(path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(self.collections)
+            if not has_rule(path_name(path), rules)
+        ]
+        if not names or not self._mode.writes_collectives:
+            return frozenset()
+        axes = self._mode.data_axes
+        differ: list[set[str]] = []
+
+        def differing(params: Params, collections: Collections, *args: Any) -> set[str]:
+            """Returns the variables that differ between devices after all minibatches."""
+            found: set[str] = set()
+            while True:
+                after = self._call_loss(params, collections, *args)
+                leaves = jax.tree_util.tree_leaves_with_path(after)
+                now = {path_name(path) for path, x in leaves if varying_axes(x) & set(axes)}
+                if now <= found or num_minibatches == 1:
+                    return now
+
+                def cast(path: Any, x: Any, now: set[str] = now) -> Any:
+                    return cast_to_varying(x, axes) if path_name(path) in now else x
+
+                collections = jax.tree_util.tree_map_with_path(cast, collections)
+                found = now
+
+        def on_device(
+            params: Params, collections: Collections, rng: jax.Array, batch: Batch
+        ) -> None:
+            differ.append(differing(params, collections, self._mode.fold(rng), batch))
+
+        self._trace(on_device, self.params)
+        found = differ[-1].intersection(names)
+        if found:
+            self._trace(on_device, self.params, casts=False)
+        return frozenset(found - differ[-1])
+
+    def _call_loss(
+        self, params: Params, collections: Collections, rng: jax.Array, batch: Batch
+    ) -> Collections:
+        """Calls the loss with parameters on a device; returns the collections after the call."""
+        params = as_whole(boxed_parts(self.infos, self._model_shards(params)))
+        apply_fn = CarryingApply(self._interface, collections, PartOfDevice(self.infos, params))
+        call_loss(self._loss_fn, params, apply_fn, batch, rng)
+        return apply_fn.collections
+
     def trace_loss(
         self, params: Params, box: Callable[[Any], Any], model: ModelInterface | None = None
     ) -> None:
@@ -379,11 +462,15 @@ class LossTracer:
 
         self._trace(on_device, params)
 
-    def _trace(self, on_device: Callable[..., None], params: Params) -> None:
-        """Traces `on_device(params, collections, rng, batch)` as one device of the mesh runs it."""
+    def _trace(self, on_device: Callable[..., None], params: Params, *, casts: bool = True) -> None:
+        """Traces `on_device(params, collections, rng, batch)` as one device of the mesh runs it.
+
+        With `casts`, the parameters are cast to vary over devices.
+        """
         replicated = PartitionSpec()
         in_specs = (self._param_specs, replicated, replicated, self._batch_specs)
-        trace(self._mode, on_device, in_specs, params, self.collections, self._key, self._batch)
+        args = params, self.collections, self._key, self._batch
+        trace(self._mode, on_device, in_specs, *args, casts=casts)
 
     def _trace_call(self, call: Callable[..., None], variables: Mapping[str, Any]) -> None:
         """Traces `call(variables, rng, batch)` as one device of the mesh runs it."""
@@ -421,6 +508,8 @@ class TracedModel(Summarized):
       stored_dtypes: The dtypes, if given, in which frozen and trained parameters are stored.
       keeps_types: Whether an initialiser gives a parameter a type that is sharded.
       sync_collections: How collections that differ between devices are reduced.
+      of_parameters: The names of the variables that a step computes from parameters alone.
+      sown: The paths of the values that the model sows when it is initialised.
       variables: The abstract variables that `create_variables` makes.
       mode: The mode, which decides who writes the collectives.
       interface: The interface of the model.
@@ -433,6 +522,8 @@ class TracedModel(Summarized):
     stored_dtypes: StoredDtypes
     keeps_types: bool
     sync_collections: Mapping[str, CollectionSync]
+    of_parameters: frozenset[str]
+    sown: frozenset[SownPath]
     variables: dict[str, Any]
     mode: Mode
     interface: ModelInterface
@@ -534,19 +625,34 @@ def trace_model(
     interface = _interface_of(strategy, model, mode, options)
     loss_fn = interface.adapt_loss(loss_fn)
     trainable = tuple(options["trainable"] or interface.trainable)
-    init, variables = initialisation(
-        interface,
-        batch,
-        batch_specs,
-        mode,
-        init_args=options["init_args"],
-        cast=functools.partial(_cast, stored_dtypes, trainable),
-    )
+    with recording_sows() as sown:
+        init, variables = initialisation(
+            interface,
+            batch,
+            batch_specs,
+            mode,
+            init_args=options["init_args"],
+            cast=functools.partial(_cast, stored_dtypes, trainable),
+        )
     if not jax.tree.leaves(variables["params"]):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {interface!r} has no parameters, {expected}.")
     tracer = LossTracer(interface, loss_fn, variables, batch, batch_specs=batch_specs, mode=mode)
-    tracer.find_collections(options["init_args"])
+
+    def init_with(batch: Any) -> Any:
+        return init_variables(interface, jax.random.key(0), batch, options["init_args"])
+
+    def check_shapes(collections: Any) -> None:
+        if jax.tree.leaves(collections):
+            part = _part_of_batch(batch, batch_specs, mode, options["num_minibatches"])
+            check_shapes_of_collections(strategy, collections, init_with, whole=batch, part=part)
+
+    try:
+        tracer.find_collections(options["init_args"])
+    except Exception:  # The shapes may be the cause; otherwise this error is the model's own.
+        check_shapes({name: tree for name, tree in variables.items() if name != "params"})
+        raise
+    check_shapes(tracer.collections)
     tracer.check_model()
     pipeline = options["pipeline"]
     if pipeline and OVERWRITTEN in tracer.collections:
@@ -570,20 +676,37 @@ def trace_model(
         lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
     )
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
-    sync = options["sync_collections"]
+    sync = check_sync_collections(strategy, options["sync_collections"], tracer.collections, sown)
     return TracedModel(
         apply_fn=interface.apply_fn,
         parameters=infos,
         trainable=trainable,
         stored_dtypes=stored_dtypes,
         keeps_types=any(jax.tree.leaves(typed_specs(tracer.boxed_params))),
-        sync_collections=check_sync_collections(strategy, sync, tracer.collections),
+        sync_collections=sync,
+        of_parameters=tracer.computed_from_parameters(sync, options["num_minibatches"]),
+        sown=frozenset(sown),
         variables={"params": tracer.params, **tracer.collections},
         interface=dataclasses.replace(interface, loop_dims=all_dims),
         _eval_phase="eval_dropout" if options["eval_dropout"] else "eval",
         _init=init,
         _loss_fn=loss_fn,
         mode=mode,
+    )
+
+
+def _part_of_batch(batch: Any, batch_specs: Any, mode: Mode, num_minibatches: int) -> Any:
+    """Returns the abstract part of a batch that one call of the loss gets."""
+
+    def of_device(x: Any, spec: Any) -> Any:
+        axes = [*spec, *(None,) * (len(x.shape) - len(spec))] if mode.writes_collectives else []
+        sizes = [axes_size(mode.mesh, axis_tuple(of_dim)) for of_dim in axes]
+        shape = [n // size for n, size in zip(x.shape, sizes, strict=True)] if sizes else x.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    part = jax.tree.map(of_device, batch, batch_specs)
+    return jax.eval_shape(
+        lambda x: jax.tree.map(lambda x: x[0], split_minibatches(x, num_minibatches)), part
     )
 
 

@@ -29,7 +29,7 @@ from manualpar.core.mesh.splitting import check_minibatches
 from manualpar.core.modes.gradients import Sums
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName
-from manualpar.core.modes.variable_reduction import CollectionSync
+from manualpar.core.modes.variable_reduction import Rule
 from manualpar.core.parameters.placement import Route, map_in_scopes
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
@@ -122,7 +122,7 @@ class GlobalArrays(Mode):
         return metrics
 
     def sync_collections(
-        self, collections: Collections, before: Any, rules: Mapping[str, CollectionSync]
+        self, collections: Collections, before: Any, rules: Mapping[str, Rule]
     ) -> Any:
         """Returns the collections unchanged, because they are global arrays."""
         del before, rules

@@ -17,7 +17,7 @@ from manualpar.core.mesh.splitting import fold_rng_over_axis, split_minibatches,
 from manualpar.core.modes.gradients import Sums, reduce_gradient, sync_metrics
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName
-from manualpar.core.modes.variable_reduction import CollectionSync, sync_collections
+from manualpar.core.modes.variable_reduction import Rule, sync_collections
 from manualpar.core.parameters.placement import (
     Route,
     map_in_scopes,
@@ -87,7 +87,7 @@ class Manual(Mode):
         return sync_metrics(metrics, self.data_axes)
 
     def sync_collections(
-        self, collections: Collections, before: Any, rules: Mapping[str, CollectionSync]
+        self, collections: Collections, before: Any, rules: Mapping[str, Rule]
     ) -> Any:
         """Makes the collections outside `params` equal on all devices."""
         return sync_collections(collections, self.data_axes, before=before, rules=rules)

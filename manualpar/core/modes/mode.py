@@ -20,7 +20,7 @@ from manualpar.core.mesh.axes import Names, axis_tuple
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.modes.gradients import Sums
 from manualpar.core.modes.strategy import ModeName
-from manualpar.core.modes.variable_reduction import CollectionSync
+from manualpar.core.modes.variable_reduction import Rule
 from manualpar.core.parameters.annotations import Rules
 from manualpar.core.parameters.collectives import EXACT, CommPolicy
 from manualpar.core.parameters.placement import Route
@@ -129,7 +129,7 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def sync_collections(
-        self, collections: Collections, before: Collections, rules: Mapping[str, CollectionSync]
+        self, collections: Collections, before: Collections, rules: Mapping[str, Rule]
     ) -> Collections:
         """Makes the collections outside `params` equal on all devices."""
 

@@ -14,7 +14,8 @@ so nothing reads a whole weight again to find its scale. Code in the user's own 
 (`nn.remat`) is recomputed by the user's policy, except that weights are saved if they were gathered
 over slow links (axes over which the backward pass does not gather again). The body of a scan and
 the branches of a `cond` are treated like the program around them. So a scan over layers also
-gathers one layer at a time in its backward pass. The same walk runs layers as
+gathers one layer at a time in its backward pass. A weight that is gathered before a `cond` and read
+in a branch is followed through the `cond`. The same walk runs layers as
 `manualpar.core.modes.layer_loops` chooses.
 """
 
@@ -317,9 +318,9 @@ class _Residuals:
     def __init__(self, jaxpr: Jaxpr, num_outputs: int, is_repeated: _IsRepeated) -> None:
         self._jaxpr = jaxpr
         self._out, residuals = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
-        weights, spread = _weights(jaxpr, is_repeated)
+        weights, spread, conds = _weights(jaxpr, is_repeated)
         made = weights | spread
-        makers = [eqn for eqn in jaxpr.eqns if not made.isdisjoint(eqn.outvars)]
+        makers = [conds.get(id(x), x) for x in jaxpr.eqns if not made.isdisjoint(x.outvars)]
         self._is_dropped = [isinstance(v, Var) and v in weights for v in residuals]
         pairs = list(zip(residuals, self._is_dropped, strict=True))
         self._dropped = [variable for variable, is_dropped in pairs if is_dropped]
@@ -354,14 +355,16 @@ class _Residuals:
         return [next(weights if is_dropped else others) for is_dropped in self._is_dropped]
 
 
-def _weights(jaxpr: Jaxpr, is_repeated: _IsRepeated) -> tuple[set[Var], set[Var]]:
+def _weights(jaxpr: Jaxpr, is_repeated: _IsRepeated) -> tuple[set[Var], set[Var], dict[int, Any]]:
     """Finds the variables that are weights, and small arrays that are spread over many elements.
 
     A spread array is dropped only if an operation combines it with a weight; then it is in the
-    first set too.
+    first set too. Also returns each `cond` with weights among its results, reduced to them, by the
+    identity of the equation.
     """
     weights: set[Var] = set()
     spread: set[Var] = set()
+    conds: dict[int, Any] = {}
     for eqn in jaxpr.eqns:
         if is_repeated(eqn):
             weights.update(eqn.outvars)
@@ -372,7 +375,10 @@ def _weights(jaxpr: Jaxpr, is_repeated: _IsRepeated) -> tuple[set[Var], set[Var]
             if all(_size(v) * SMALL <= largest for v in operands - weights - spread):
                 (weights if found else spread).update(eqn.outvars)
                 weights.update(operands & spread if found else ())
-    return weights, spread
+        elif (cond := _weights_of_cond(eqn, weights)) is not None:
+            weights.update(cond.outvars)
+            conds[id(eqn)] = cond
+    return weights, spread, conds
 
 
 def _size(variable: Any) -> int:
@@ -384,6 +390,57 @@ def _is_in(names: frozenset[str], eqn: Any) -> bool:
     if eqn.primitive.name in CALLS:
         return all(_is_in(names, x) for _, inner in inner_jaxprs(eqn) for x in inner.eqns)
     return eqn.primitive.name in names
+
+
+def _weights_of_cond(eqn: Any, weights: set[Var]) -> Any:
+    """Reduces a `cond` to its results that are weights; returns `None` if there are none.
+
+    Autodiff makes a weight that a branch reads a result of the `cond`. The other branches return
+    constants in its place.
+    """
+    is_weight = [isinstance(v, Var) and v in weights for v in eqn.invars]
+    if eqn.primitive.name != "cond" or not any(is_weight):
+        return None
+    branches = eqn.params["branches"]
+    origins = [_origins(branch.jaxpr, is_weight[1:]) for branch in branches]
+    by_result = list(zip(*origins, strict=True))
+    chosen = [i for i, of in enumerate(by_result) if "weight" in of and None not in of]
+    if not chosen:
+        return None
+
+    def reduced(branch: ClosedJaxpr) -> ClosedJaxpr:
+        jaxpr = branch.jaxpr
+        outvars = [jaxpr.outvars[i] for i in chosen]
+        jaxpr = jaxpr.replace(
+            invars=[v for v, kept in zip(jaxpr.invars, is_weight[1:], strict=True) if kept],
+            outvars=outvars,
+            eqns=_needed(jaxpr.eqns, outvars),
+            debug_info=without_names(jaxpr),
+        )
+        return ClosedJaxpr(jaxpr, branch.consts)
+
+    condition, *operands = eqn.invars
+    return eqn.replace(
+        invars=[condition, *(v for v, kept in zip(operands, is_weight[1:], strict=True) if kept)],
+        outvars=[eqn.outvars[i] for i in chosen],
+        params={**eqn.params, "branches": tuple(map(reduced, branches))},
+    )
+
+
+def _origins(jaxpr: Jaxpr, is_weight: Sequence[bool]) -> list[str | None]:
+    """Returns, for each result of a branch, whether it is a weight, a constant or `None` of them.
+
+    `is_weight` says which of the operands are weights.
+    """
+    found: dict[Any, str] = {
+        v: "weight" for v, is_true in zip(jaxpr.invars, is_weight, strict=True) if is_true
+    }
+    for eqn in jaxpr.eqns:
+        origins = {found.get(v) for v in _variables(eqn)}
+        if not origins or (eqn.primitive.name in CASTS and None not in origins):
+            origin = "weight" if "weight" in origins else "constant"
+            found.update(dict.fromkeys(eqn.outvars, origin))
+    return ["constant" if isinstance(v, Literal) else found.get(v) for v in jaxpr.outvars]
 
 
 def _instantiate(cotangent: Any) -> Any:

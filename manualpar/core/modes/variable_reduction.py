@@ -7,8 +7,8 @@ the mean, counters need the sum, and running maxima need the maximum. Only the r
 """
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from manualpar.core.tracing.scopes import COLLECTIONS_SCOPE
 from manualpar.core.trees import Collections
 
 CollectionSync = Literal["mean", "sum", "max", "min"]
+# "parameters" is a rule that no user gives: a step computes the variable apart, from parameters.
+Rule: TypeAlias = CollectionSync | Literal["parameters"]
 COLLECTION_SYNCS: tuple[CollectionSync, ...] = ("mean", "sum", "max", "min")
 # flax's names: the running averages of its normalisation layers, in Linen and in NNX, and the
 # scales of its FP8 products.
@@ -27,13 +29,14 @@ KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean", OVERWRITTEN: "max"
 
 
 def check_sync_collections(
-    builder: str, rules: Any, collections: Collections
+    builder: str, rules: Any, collections: Collections, sown: Iterable[tuple[str, ...]] = ()
 ) -> Mapping[str, CollectionSync]:
     """Checks that each rule is known and that its name, a collection or a path, fits a variable.
 
     Raises:
       TypeError: The rules are not a mapping.
-      ValueError: A rule is not one of `COLLECTION_SYNCS`, or its name fits no variable.
+      ValueError: A rule is not one of `COLLECTION_SYNCS`, or its name fits no variable. The message
+        says so if it fits one of the paths of `sown` values.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(
@@ -53,6 +56,13 @@ def check_sync_collections(
             )
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
+            if any("/".join((*path, "")).startswith(f"{name}/") for path in sown):
+                raise ValueError(
+                    f"{builder}: sync_collections names {name!r}, which the model sows; expected "
+                    "no rule, because sown values begin anew in each call, on each device. Leave "
+                    "the rule out; the loss gets the values by apply_fn(..., mutable=["
+                    f"{name.partition('/')[0]!r}])."
+                )
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
                 f"{builder}: sync_collections names {name!r}, which the model does not carry from "
@@ -66,7 +76,7 @@ def sync_collections(
     axis_names: AxisName,
     *,
     before: Any,
-    rules: Mapping[str, CollectionSync],
+    rules: Mapping[str, Rule],
 ) -> Any:
     """Reduces collections outside `params` whose types vary, so that all devices' values are equal.
 
@@ -82,7 +92,8 @@ def sync_collections(
 
     Communication:
       One all-reduce for each leaf whose type varies or whose rule is `"sum"`. Other leaves need no
-      all-reduce, because they are already equal on all devices.
+      all-reduce, because they are already equal on all devices. A leaf whose rule is `"parameters"`
+      is returned as it was before the step.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_collections", axes)
@@ -97,6 +108,8 @@ def sync_collections(
             )
         differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
         rule = choose_sync(path, x, rules, differing)
+        if rule == "parameters":
+            return old
         # With "sum", equal values are summed too, because each device may have added a constant,
         # such as `x.shape[0]`.
         if rule == "sum":
@@ -111,9 +124,12 @@ def sync_collections(
         return jax.tree_util.tree_map_with_path(sync, collections, before)
 
 
-def choose_sync(
-    path: Any, x: Any, rules: Mapping[str, CollectionSync], axes: tuple[str, ...]
-) -> CollectionSync:
+def has_rule(name: str, rules: Mapping[str, CollectionSync]) -> bool:
+    """Returns whether a rule fits the variable `name`, such as `batch_stats/norm/mean`."""
+    return any(f"{name}/".startswith(f"{rule}/") for rule in {**KNOWN, **rules})
+
+
+def choose_sync(path: Any, x: Any, rules: Mapping[str, Rule], axes: tuple[str, ...]) -> Rule:
     """Chooses the rule for a variable whose type varies over `axes`: the longest fitting name wins.
 
     If no name fits and `axes` is empty, the rule is `"mean"`, which changes nothing. If no name
@@ -134,7 +150,7 @@ def choose_sync(
         jnp.issubdtype(x.dtype, kind) for kind in (jnp.number, jnp.inexact, jnp.complexfloating)
     )
     rule = rules[fits]
-    fitting = {"mean": has_mean or not axes, "sum": is_number}
+    fitting = {"mean": has_mean or not axes, "sum": is_number, "parameters": True}
     if not fitting.get(rule, is_number and not is_complex):
         raise ValueError(
             f"{variable}, which has no {rule!r} over devices; expected another rule than "

@@ -138,6 +138,9 @@ class ArrayBox(nn.Partitioned, eq=False):
         """Returns an array, or a box whose only array is `value`, for code that keeps only that."""
         return self
 
+    def read_in_branch(self) -> None:
+        """Notes that a branch or a loop that some devices skip reads a slice of the parameter."""
+
     def __len__(self) -> int:
         return int(self.shape[0])
 

@@ -24,7 +24,7 @@ from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.state.metrics import UNEVEN
 from manualpar.core.state.state_arrays import list_some
-from manualpar.core.state.train_state import TrainState
+from manualpar.core.state.train_state import TrainState, is_key
 from manualpar.core.trees import Batch, path_name
 
 MAX_STEPS_AHEAD = 8
@@ -46,7 +46,9 @@ class GuardedStep(OutsideMeshes):
     `(state, metrics)`.
 
     Checking a state takes 0.4 us for each array. A training loop does not spend this time: if the
-    last call took or returned the same state, only the state's step counter is checked.
+    last call took or returned the same state, only the state's step counter is checked. A leaf that
+    a user has set is placed like the leaf that it replaces, because JAX would compile the step
+    again for another placement.
 
     Attributes:
       jitted: The jitted step without waiting and without checks.
@@ -59,6 +61,7 @@ class GuardedStep(OutsideMeshes):
         step: Any,
         mesh: Mesh,
         check_state: Callable[[Any], None] = lambda state: None,
+        abstract: TrainState | None = None,
     ) -> None:
         """Wraps a step.
 
@@ -67,10 +70,11 @@ class GuardedStep(OutsideMeshes):
           step: The jitted step.
           mesh: The mesh on which it runs.
           check_state: Raises an error for a state that does not fit the program.
+          abstract: The abstract state with shardings, to place leaves that a user has set.
         """
         super().__init__(step)
         self.is_limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-        self._name, self._check_state = name, check_state
+        self._name, self._check_state, self._abstract = name, check_state, abstract
         self._is_first = True
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         # A weak reference, because a strong reference would keep the state's memory allocated.
@@ -82,6 +86,8 @@ class GuardedStep(OutsideMeshes):
         if not is_state or state is not self._known() or is_deleted(state.step):
             check_alive(self._name, state=state)
             self._check_state(state)
+            if is_state and self._abstract is not None:
+                state = _with_placed_leaves(state, self._abstract)
         check_alive(self._name, batch=batch)
         try:
             with no_mesh():
@@ -174,6 +180,34 @@ def check_state(function: str, abstract: TrainState, state: Any) -> None:
             "program.adopt(state), or make a state of any parameters with "
             "program.init_from(params)."
         )
+
+
+def _with_placed_leaves(state: TrainState, abstract: TrainState) -> TrainState:
+    """Places leaves that a user has set; returns `state` itself if there are none."""
+    leaves, structure = jax.tree.flatten(state)
+    placed = list(map(_placed, leaves, jax.tree.leaves(abstract)))
+    if all(x is old for x, old in zip(placed, leaves, strict=True)):
+        return state
+    made: TrainState = jax.tree.unflatten(structure, placed)
+    return made
+
+
+def _placed(x: Any, abstract: Any) -> Any:
+    """Returns a leaf of a state as an array on the program's devices, of the program's type."""
+    if isinstance(x, jax.core.Tracer):
+        return x
+    if isinstance(x, jax.Array):
+        is_weak = getattr(x, "weak_type", False)  # Keys have no such attribute.
+        if (x.committed and not is_weak) or not x.is_fully_addressable:
+            return x
+        # A copy, because the step donates it, and the user may set the same array again.
+        value = x if is_key(x) else np.array(x)
+    else:
+        value = np.asarray(x)
+        if not np.can_cast(value.dtype, abstract.dtype, "same_kind"):
+            return x
+        value = value.astype(abstract.dtype)
+    return jax.device_put(value, abstract.sharding)
 
 
 def _show_sharding(sharding: Any) -> str:

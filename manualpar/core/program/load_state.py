@@ -37,7 +37,7 @@ from manualpar.core.state.state_arrays import (
     show_leaf,
 )
 from manualpar.core.state.train_state import TrainState, is_key
-from manualpar.core.trees import Variables, path_name
+from manualpar.core.trees import Variables, path_keys, path_name
 
 Missing = Literal["error", "init"]
 RESIDUALS = "local/residuals/"  # See `manualpar.core.program.gradient_rounding`.
@@ -90,7 +90,7 @@ class StartsFromArrays:
             raise TypeError("init_from: rng is None with missing='init', expected a key.")
         key = typed_key("init_from", jax.random.key(0) if rng is None else rng)
         leaves = variable_leaves(program)
-        found = dict(_by_name(params_or_variables, program.abstract_state))
+        found = dict(_by_name(params_or_variables, program))
         check_alive("init_from", variables=found)
         plain, encodings = plain_leaves(program, leaves, only=found)
         _check_all(
@@ -263,8 +263,12 @@ def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, A
     return found
 
 
-def _by_name(variables: Variables, abstract: TrainState) -> Iterator[tuple[str, Any]]:
-    """Yields arrays of parameters or variables with names such as `params/dense/kernel`."""
+def _by_name(variables: Variables, program: Any) -> Iterator[tuple[str, Any]]:
+    """Yields arrays of parameters or variables with names such as `params/dense/kernel`.
+
+    Values that the model sows are left out: the result of `model.init` has them.
+    """
+    abstract, sown = program.abstract_state, program.model.sown
     by_collection = collections_of(variables)
     if by_collection is not None:
         variables = by_collection
@@ -278,14 +282,14 @@ def _by_name(variables: Variables, abstract: TrainState) -> Iterator[tuple[str, 
     has_collections = by_collection is not None or (
         isinstance(inner, Mapping) and ("params" not in abstract.params or "params" in inner)
     )
-    # `model.init` may have made these collections with `sow`.
     ignored = SOWN_COLLECTIONS - abstract.collections.keys()
     if not has_collections:
         variables = {"params": variables}
     for path, x in jax.tree_util.tree_leaves_with_path(variables, is_leaf=_holds_array):
-        name = path_name(path)
-        if name.partition("/")[0] not in ignored:
-            yield name, _array_of(x)
+        keys = path_keys(path)
+        is_sown = any(keys[:length] in sown for length in range(len(keys) + 1))
+        if keys[0] not in ignored and not is_sown:
+            yield path_name(path), _array_of(x)
 
 
 def _holds_array(x: Any) -> bool:

@@ -255,7 +255,7 @@ class JittedSteps:
     def _guarded(self, name: str, step: OutsideMeshes) -> Any:
         if isinstance(self.mesh, AbstractMesh):  # Such a step can only be traced.
             return step
-        return GuardedStep(name, step.jitted, self.mesh, self.check(name))
+        return GuardedStep(name, step.jitted, self.mesh, self.check(name), self.abstract_state)
 
 
 # -------------------------------------------------------------------------------------------------

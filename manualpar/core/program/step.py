@@ -37,6 +37,7 @@ from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.overwritten import keep_unused
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
+from manualpar.core.modes.variable_reduction import Rule
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import (
     Route,
@@ -50,14 +51,19 @@ from manualpar.core.parameters.replicated_parameter import (
     ReplicatedParameter,
     zeros_of_shard,
 )
-from manualpar.core.parameters.sharded_parameter import ShardedParameter, boxed_axes, is_box
+from manualpar.core.parameters.sharded_parameter import (
+    ShardedParameter,
+    boxed_axes,
+    is_box,
+    unpad_leaf,
+)
 from manualpar.core.parameters.trainable import combine, is_masked, partition, trained
 from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.metrics import UNEVEN, Metrics, StepSums, mean
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized
-from manualpar.core.tracing.jaxprs import inner_jaxprs
+from manualpar.core.tracing.jaxprs import inner_jaxprs, run_needed
 from manualpar.core.tracing.scopes import GATHER_SCOPE, NONFINITE_SCOPE, REGATHER, purpose_of
 from manualpar.core.trees import (
     Batch,
@@ -67,6 +73,7 @@ from manualpar.core.trees import (
     PerDevice,
     Placements,
     Specs,
+    path_name,
 )
 
 # -------------------------------------------------------------------------------------------------
@@ -151,6 +158,7 @@ class Step(Summarized):
         aux = state.collections, state.local
         gradients = self.gradients(batch)
         grads, sums, new_aux = gradients(state.params, aux, key, batch)
+        new_aux = self._of_parameters(state, new_aux[0], key, batch), new_aux[1]
         metrics = dict(sums.metrics) | self._uneven(sums)
         is_applied, (collections, per_device) = self._check_finite(sums, metrics, new_aux, aux)
         params, frozen = partition(self.placements, state.params)
@@ -254,7 +262,8 @@ class Step(Summarized):
         grads, per_device = self.rounding.reduce(self._reduce, grad_boxes, grads, per_device)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         sums = mode.sync_metrics(self._with_nonfinite(sums, grads))
-        rules = self.model.sync_collections
+        apart: dict[str, Rule] = dict.fromkeys(self.model.of_parameters, "parameters")
+        rules = {**self.model.sync_collections, **apart}
         new_collections = mode.sync_collections(new_collections, collections, rules)
         return grads, sums, (keep_unused(new_collections, collections), per_device)
 
@@ -392,6 +401,57 @@ class Step(Summarized):
         metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
         return metrics
 
+    def _of_parameters(
+        self, state: TrainState, collections: Collections, key: jax.Array, batch: Batch
+    ) -> Collections:
+        """Computes the variables that depend on parameters alone, such as a teacher's average.
+
+        In the gradients' trace parameters vary over devices, and such variables with them. So the
+        loss is traced once more, with parameters that do not vary, and reduced to these variables.
+
+        Communication:
+          XLA gathers the sharded parameters from which the variables are computed.
+        """
+        names = self.model.of_parameters
+        if not names:
+            return collections
+        places = jax.tree.map(_unsharded_over_data, self.placements)
+
+        def chosen(tree: Collections) -> dict[str, jax.Array]:
+            leaves = jax.tree_util.tree_leaves_with_path(tree)
+            return {path_name(path): x for path, x in leaves if path_name(path) in names}
+
+        def put(tree: Collections, values: dict[str, jax.Array]) -> Collections:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, x: values.get(path_name(path), x), tree
+            )
+
+        def on_device(
+            params: Params, collections: Collections, rng: jax.Array, batch: Batch
+        ) -> dict[str, jax.Array]:
+            boxes = map_in_scopes(self.mode.box, places, params)
+            batch = self.mode.to_zigzag(batch, self.roles)
+            minibatches = self.mode.split(batch, self.num_minibatches, self.roles)
+            first = jax.tree.map(lambda x: x[0], minibatches)
+            rng = self.mode.fold(rng)
+
+            def call(_: Any, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+                before = put(collections, values)
+                return chosen(self.model.train_loss(boxes, before, first, rng)[2])
+
+            values = chosen(collections)
+            if self.num_minibatches == 1:
+                return call(0, values)
+            return jax.lax.fori_loop(0, self.num_minibatches, call, values)
+
+        replicated = PartitionSpec()
+        specs = (param_specs(places), replicated, replicated, self.roles.batch_specs(batch))
+        run = self.mode.run(on_device, in_specs=specs, out_specs=replicated)
+        params = jax.tree.map(
+            lambda place, x: unpad_leaf(x, place.parameter_padding), self.placements, state.params
+        )
+        return put(collections, run_needed(run, params, state.collections, key, batch))
+
     def _check_finite(
         self, sums: StepSums, metrics: Metrics, new_aux: Aux, aux: Aux
     ) -> tuple[jax.Array | None, Aux]:
@@ -457,6 +517,13 @@ def _join(place: Route, x: Any, other: Any) -> Any:
     elif not is_masked(other):
         x = ReplicatedParameter.of_gradient(x, other)
     return _unbox_kept(place, x)
+
+
+def _unsharded_over_data(place: Route) -> Route:
+    """Returns the placement of a parameter that is whole on the devices along `mean_axes`."""
+    data = {*place.mean_axes}
+    names = tuple(None if data & {*axis_tuple(name)} else name for name in place.names)
+    return dataclasses.replace(place, names=names, state_names=None, padding=())
 
 
 def _unbox_kept(place: Route, x: Any) -> Any:

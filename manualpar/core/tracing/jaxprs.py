@@ -1,10 +1,11 @@
 """Walks through traced programs, and runs parts of them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 CALLS = frozenset({"jit", "pjit"})
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
@@ -75,6 +76,19 @@ def has_effects(eqn: Any) -> bool:
 def without_names(jaxpr: Jaxpr) -> Any:
     """Returns a program's debug info without the names of arguments and results."""
     return jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+
+
+def run_needed(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function of pytrees of arrays, without the equations that its results do not need."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    old = closed.jaxpr
+    operands = [*closed.consts, *jax.tree.leaves(args)]
+    invars = [*old.constvars, *old.invars]
+    program = Jaxpr((), invars, old.outvars, old.eqns, old.effects, without_names(old))
+    program, is_used = dce_jaxpr(program, [True] * len(old.outvars))
+    used = [x for x, is_used in zip(operands, is_used, strict=True) if is_used]
+    out = jaxpr_as_fun(ClosedJaxpr(program, ()))(*used)
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
 def run_equations(

@@ -7,7 +7,7 @@ Every array has the shape that it has on one device, so any strategy on any mesh
 
 In the folder, `state` contains the arrays, `extra` contains the caller's JSON, and `keys` names the
 implementation of each random key. The data of a random key is one of the arrays. Orbax can read all
-three without this package.
+three without this package. Arrays without elements are not stored, because Orbax refuses them.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging as absl_logging
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -208,7 +209,7 @@ class OrbaxFiles:
         import orbax.checkpoint as ocp
 
         arrays, keys = stored_arrays(program, state)
-        leaves = state_leaves(program)
+        leaves = [leaf for leaf in state_leaves(program) if leaf.keys in arrays]
         chunks = nest(leaves, lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
         content = ocp.args.Composite(
             state=ocp.args.PyTreeSave(unflatten_dict(arrays), save_args=chunks),
@@ -317,12 +318,16 @@ def stored_arrays(
 ) -> tuple[dict[tuple[str, ...], Any], dict[str, str]]:
     """Returns the arrays to store for a state, and the implementation of each random key.
 
+    Arrays without elements are left out.
+
     Communication:
       One all-gather for each padded array, see `OrbaxFiles.save`.
     """
     arrays: dict[tuple[str, ...], Any] = {}
     keys: dict[str, str] = {}
     for leaf, x in zip(state_leaves(program), jax.tree.leaves(state), strict=True):
+        if _is_empty(leaf):
+            continue
         if leaf.is_key:
             keys[leaf.name] = str(jax.random.key_impl(x))
             x = jax.random.key_data(x)
@@ -335,9 +340,16 @@ def stored_arrays(
 def restored_state(
     program: Program, arrays: Mapping[tuple[str, ...], Any], keys: Mapping[str, str]
 ) -> TrainState:
-    """Makes a program's state from stored arrays; sets residuals that are missing to zeros."""
+    """Makes a program's state from stored arrays.
+
+    Residuals that are missing are set to zeros. Arrays without elements are made anew.
+    """
 
     def value(leaf: Leaf) -> Any:
+        if _is_empty(leaf):
+            return jnp.zeros(
+                leaf.abstract.shape, leaf.abstract.dtype, device=leaf.abstract.sharding
+            )
         if leaf.keys not in arrays:
             return place_leaf("restore", leaf, np.zeros(leaf.shape, leaf.dtype))
         x = arrays[leaf.keys]
@@ -358,6 +370,8 @@ def leaves_to_read(
 ) -> list[Leaf]:
     """Returns the leaves of a program's state to read: all of them, or all except the residuals.
 
+    Leaves without elements are left out.
+
     Each residual of encoded gradients belongs to one device of the run that saved the checkpoint.
     If this program has other devices, or if the checkpoint has no residuals, the residuals begin
     with zeros, and `report` is called with a sentence about this.
@@ -365,11 +379,12 @@ def leaves_to_read(
     Raises:
       CheckpointError: The checkpoint is of another model, see `find_differences`.
     """
-    leaves = state_leaves(program)
+    leaves = [leaf for leaf in state_leaves(program) if not _is_empty(leaf)]
     own = {
         leaf.keys: show_array(leaf.dtype, leaf.shape) for leaf in leaves if _is_residual(leaf.keys)
     }
-    arrays = flatten_dict(stored)
+    arrays = {keys: x for keys, x in flatten_dict(stored).items() if 0 not in x.shape}
+    stored = unflatten_dict(arrays)
     there = {keys: show_array(x.dtype, x.shape) for keys, x in arrays.items() if _is_residual(keys)}
     if own != there:
         leaves = [leaf for leaf in leaves if leaf.keys not in own]
@@ -382,6 +397,10 @@ def leaves_to_read(
             "workdir, or the config of the run that saved the checkpoint."
         )
     return leaves
+
+
+def _is_empty(leaf: Leaf) -> bool:
+    return 0 in leaf.shape
 
 
 def _is_residual(keys: tuple[str, ...]) -> bool:

@@ -134,14 +134,22 @@ def residual_shapes(function, params, x):
     return collections.Counter(f"{v.dtype}{list(v.shape)}" for v in jax.tree.leaves(vjp))
 
 
-def test_residuals_are_those_of_autodiff_without_the_gathered_weights(devices8):
+@pytest.mark.parametrize("in_branch", [False, True])
+def test_residuals_are_those_of_autodiff_without_the_gathered_weights(devices8, in_branch):
     mesh = make_mesh({"data": -1}, devices8)
     found = {}
 
     def part(kernel, x):
         def loss(kernel, x):
             weight = ShardedParameter(kernel, (None, "data"), gather_axes=("data",)).unbox()
-            return jnp.sin(jnp.sin(x) @ weight.astype(jnp.bfloat16).astype(jnp.float32).T.T).sum()
+
+            def product(weight):
+                weight = weight.astype(jnp.bfloat16).astype(jnp.float32)
+                return jnp.sin(jnp.sin(x) @ weight.T.T).sum()
+
+            if not in_branch:
+                return product(weight)
+            return jax.lax.cond(x[0, 0] > 0, product, lambda _: jnp.cos(x).sum(), weight)
 
         found["plain"] = residual_shapes(loss, kernel, x)
         found["again"] = residual_shapes(regather_for_backward(loss), kernel, x)

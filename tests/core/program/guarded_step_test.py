@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import Batch, TrainState, data_parallel, make_mesh
+from manualpar import Batch, TrainState, data_parallel, fsdp, make_mesh
 from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD, GuardedStep, check_alive
 from tests.paths import ROOT
+from tests.tiny import mean_loss
 
 
 class Metric:
@@ -174,6 +175,36 @@ def test_what_is_no_state_of_the_program_is_refused_in_words(devices8):
     same = data_parallel(nn.Dense(2), optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch)
     with pytest.raises(ValueError, match=r"train_step: .* another model or optimizer.*adopt"):
         same.train_step(state, batch)
+
+
+@pytest.mark.parametrize("mode", ["manual", pytest.param("explicit", marks=pytest.mark.slow)])
+def test_a_leaf_that_is_set_by_hand_compiles_nothing(devices8, mode):
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    batch, mesh = Batch(jnp.ones((8, 2)), jnp.ones((8, 2))), make_mesh({"data": 8}, devices8)
+    program = fsdp(nn.Dense(8), tx, mean_loss, mesh=mesh, batch=batch, min_weight_size=1, mode=mode)
+    state, _ = program.train_step(program.init(jax.random.key(0)), batch)
+    program.eval_step(state, batch)
+    compiled = []
+
+    def note(event, seconds, **more):
+        if "backend_compile" in event:
+            compiled.append(more.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for rate in (jnp.float32(0.5), jnp.asarray(0.25), 1, 0.25, np.float64(0.5), np.float32(0)):
+            opt_state = optax.tree_utils.tree_set(state.opt_state, learning_rate=rate)
+            state = state.replace(opt_state=opt_state, step=jnp.int32(7))
+            program.eval_step(state, batch)
+            before = np.asarray(state.params["kernel"])
+            state, _ = program.train_step(state, batch)
+            moved = before - np.asarray(state.params["kernel"])
+            np.testing.assert_allclose(moved, np.full_like(moved, float(rate) / 8), atol=1e-6)
+            assert state.step == 8
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    # To place a leaf may be a computation too.
+    assert not [name for name in compiled if "train" in name or "eval" in name]
 
 
 def test_what_is_gone_is_named():

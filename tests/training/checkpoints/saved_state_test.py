@@ -291,6 +291,29 @@ def test_statistics_and_bfloat16_and_keys_in_the_optimizer(tmp_path):
     assert train(program, restored.state, range(1, 3))[1] == losses
 
 
+class WithNothing(nn.Module):
+    """A model with a parameter and a variable without elements, such as an adapter of rank 0."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        seen = self.variable("seen", "none", jnp.zeros, (2, 0))
+        none = self.param("none", nn.initializers.ones, (0, 4))
+        return Model()(x, train) + none.sum() + seen.value.sum()
+
+
+def test_arrays_without_elements_are_saved_and_read(tmp_path):
+    model = WithNothing()
+    program = make_program("fsdp_pad", jax.devices(), model=model)
+    state = program.init(jax.random.key(3))
+    held = whole(program, state)
+    assert sum(not x.size for x in held.values()) == 4  # With the moments of Adam.
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program, state, step=1, extra={})
+        other = make_program("zero1", jax.devices()[:2], model=model)
+        restored = checkpoints.restore(other, report=no_report)
+        assert_same(other, restored.state, held)
+
+
 READ_WITH_ORBAX_ALONE = """
 import json, sys
 import jax, numpy as np, orbax.checkpoint as ocp
