@@ -1,6 +1,7 @@
 """Trains a user's own model, loss and data with everything that a run has."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ import optax
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
-from manualpar.data import BatchStream, as_dataset
+from manualpar.data import BatchStream, ExampleSplit, as_dataset
+from manualpar.data.dataset import SPLITS
 from manualpar.errors import nearest
 from manualpar.system.cluster import Cluster, initialize
 from manualpar.system.reports.tables import print_line
@@ -119,8 +121,13 @@ def fit(
             stack.enter_context(cluster)
         console = make_console(process=cluster.process_id)
         with ending_all(cluster):
+            for split in map(functools.partial(getattr, dataset), SPLITS):
+                if isinstance(split, ExampleSplit | BatchStream) and split.reading:
+                    print_line(console, split.reading)
             if isinstance(dataset.train, BatchStream) and "data.batch_size" not in given:
                 given["data.batch_size"] = _rows(dataset.train)
+                words = f"the batch size is {given['data.batch_size']}"
+                print_line(console, f"{words}, because the first batch has so many examples")
             filled = _fill(given)
             earlier = None if folder is None else read_earlier(folder / FOLDER)
             experiment = prepare(filled, task=task, tracing=show_tracing(console), earlier=earlier)

@@ -126,10 +126,66 @@ def test_training_reads_every_example_and_evaluation_only_what_can_be_padded():
 def test_a_batch_may_have_scalars_and_a_pair_of_arrays():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     batch = [np.ones((SIZE, 2)), np.zeros(SIZE, np.int32), np.float32(0.5)]
-    stream = as_dataset([batch]).train
+    stream = as_dataset(lambda: [batch]).train
     placed = next(train_batches(stream, seed=0, batch_size=SIZE, sharding=sharding))
     assert [x.shape for x in placed] == [(SIZE, 2), (SIZE,), ()]
     assert [x.shape for x in abstract_batch(stream, SIZE)] == [(SIZE, 2), (SIZE,), ()]
+
+
+X, Y = np.arange(24, dtype=np.float32).reshape(12, 2), np.arange(12, dtype=np.int32)
+
+
+def _generator():
+    yield {"x": X[:SIZE], "y": Y[:SIZE]}
+    yield {"x": X[SIZE:8], "y": Y[SIZE:8]}
+
+
+def _torch_loader():
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    return DataLoader(TensorDataset(torch.tensor(X).bfloat16(), torch.tensor(Y)), batch_size=SIZE)
+
+
+# Data, whether it is examples by number, and what `reading` says of it.
+FORMS = {
+    "pair": (lambda: (X, Y), True, ""),
+    "dict": (lambda: {"x": X, "y": Y}, True, ""),
+    "dict of a split": (lambda: {"train": {"x": X, "y": Y.tolist()}}, True, ""),
+    "batch of all": (lambda: Batch(X, Y), True, ""),
+    "pair of trees": (lambda: ({"a": X, "b": X}, Y), True, ""),
+    "list of examples": (
+        lambda: [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)],
+        True,
+        "a list of 12 examples, the first is ['x'] float32[2], ['y'] int32[]; for batches",
+    ),
+    "list of lists": (lambda: [([1.0, 2.0, 3.0], [1, 0])] * 5, True, "a list of 5 examples"),
+    "list of batches": (
+        lambda: list(_generator()),
+        False,
+        "'train' is a list of 2 batches of 4 examples; for examples pass",
+    ),
+    "items that are batches": (
+        lambda: Examples(3, lambda i: next(_generator())),
+        True,
+        "'train' has len() and [i], so it is read as 3 examples, the first is ['x'] float32[4, 2]",
+    ),
+    "generator function": (lambda: _generator, False, ""),
+    "torch loader": (_torch_loader, False, ""),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_data_is_read_as_its_owner_means_or_its_reading_is_said(name: str):
+    make, is_examples, reading = FORMS[name]
+    split = as_dataset(make()).train
+    assert isinstance(split, ExampleSplit if is_examples else BatchStream)
+    assert (reading in split.reading) if reading else not split.reading
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    batches = train_batches(split, seed=0, batch_size=SIZE, sharding=sharding)
+    assert {len(x) for x in jax.tree.leaves(next(batches))} == {SIZE}
+    if isinstance(split, BatchStream):
+        assert _numbers(split.read_from(3), 1), "a function is called again for each epoch"
 
 
 def test_a_fingerprint_follows_the_examples():
@@ -148,7 +204,17 @@ def _read(data, batch_size=SIZE):
 
 REFUSED = [
     (lambda: as_dataset(3), TypeError, "'train' is a int, expected examples by number"),
-    (lambda: as_dataset({"x": [1]}), ValueError, "data has 'x', expected the splits"),
+    (lambda: as_dataset({"trian": Again(1)}), ValueError, "data has 'trian', expected the splits"),
+    (lambda: as_dataset((X, Y[1:])), ValueError, r"arrays of 'train' have lengths \[11, 12\]"),
+    (lambda: as_dataset([X, Y]), ValueError, r"a list of the arrays .*pass the tuple \(X, Y\)"),
+    (
+        lambda: as_dataset([{"x": X}, {"x": X[1:]}, {"x": X}]),
+        ValueError,
+        "rows and item 1 has 11, exp",
+    ),
+    (lambda: as_dataset(lambda number: Again(number)), TypeError, "takes .number., expected one"),
+    (lambda: as_dataset(lambda: 3), TypeError, "function of 'train' returned a int, expected"),
+    (lambda: _read(lambda: iter([{"y": 3}])), ValueError, r"is \['y'\] int32\[\], expected arrays"),
     (lambda: as_dataset({"eval": Again(1)}), ValueError, "expected 'train' among them"),
     (lambda: as_dataset(Examples(0)), ValueError, "'train' has no examples"),
     (
@@ -167,7 +233,7 @@ REFUSED = [
         r"is float32\[\d\], expected float32\[0\], as train\[0\] has; pad or crop it",
     ),
     (lambda: _read(Again(1), 5), ValueError, "a batch has 4 rows, expected the batch size 5"),
-    (lambda: _read([(np.ones(3), np.ones(4))]), ValueError, r"have \[3, 4\] rows"),
+    (lambda: _read(lambda: [(np.ones(3), np.ones(4))]), ValueError, r"have \[3, 4\] rows"),
     (
         lambda: _read([{"x": np.ones(SIZE)}, {"x": np.ones(SIZE, np.int32)}]),
         ValueError,
