@@ -31,6 +31,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from manualpar.core.program.guarded_step import check_integers
 from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import Split
 from manualpar.data.mixture import SLOTS, MixedSplit
@@ -250,6 +251,7 @@ def place(batch: Batch, rows: np.ndarray, sharding: jax.sharding.Sharding, num_r
 
         return jax.make_array_from_callback((num_rows, *array.shape[1:]), sharding, part)
 
+    check_integers("data: batch", batch)
     return jax.tree.map(place_leaf, batch)
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from manualpar.core.program.guarded_step import check_integers
 from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import (
     SPLITS,
@@ -80,8 +81,8 @@ class ExampleSplit:
         if isinstance(self._examples, _Arrays) or _rows_of(self._first) is None:
             return ""
         return (
-            f"data: {self._name!r} has len() and [i], so it is read as {number} examples, the first "
-            f"is {form}; for batches pass an iterable, such as a generator function."
+            f"data: {self._name!r} has len() and [i], so it is read as {number} examples, the "
+            f"first is {form}; for batches pass an iterable, such as a generator function."
         )
 
     def __len__(self) -> int:
@@ -126,8 +127,8 @@ class BatchStream:
             return ""
         rows = _rows_of(_plain(self._source[0]), scalars=True)
         return (
-            f"data: {self._name!r} is a list of {len(self._source)} batches of {rows} examples; for "
-            "examples pass arrays of all examples, such as (X, Y) or a dict, or an object with "
+            f"data: {self._name!r} is a list of {len(self._source)} batches of {rows} examples; "
+            "for examples pass arrays of all examples, such as (X, Y) or a dict, or an object with "
             "__len__ and __getitem__."
         )
 
@@ -441,6 +442,7 @@ def _arrays(tree: Any, place: str) -> Any:
                 f"data: {place}{at} is {leaf!r:.40}, expected numbers; leave this field out, or "
                 "convert it."
             )
+        check_integers(f"data: {place}{jax.tree_util.keystr(path)}", array)
         return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
     return jax.tree.map_with_path(convert, _plain(tree), is_leaf=_is_list_of_numbers)

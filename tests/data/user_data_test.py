@@ -210,7 +210,7 @@ REFUSED = [
     (
         lambda: as_dataset([{"x": X}, {"x": X[1:]}, {"x": X}]),
         ValueError,
-        "rows and item 1 has 11, exp",
+        "item 1 has 11, exp",
     ),
     (lambda: as_dataset(lambda number: Again(number)), TypeError, "takes .number., expected one"),
     (lambda: as_dataset(lambda: 3), TypeError, "function of 'train' returned a int, expected"),
@@ -240,6 +240,12 @@ REFUSED = [
         "batch 1 of 'train'",
     ),
     (lambda: _read([{"x": np.ones(SIZE)}, {"z": np.ones(SIZE)}]), ValueError, "as the first has"),
+    (
+        lambda: as_dataset((X, Y.astype(np.int64) + 2**40)),
+        ValueError,
+        r"train\[0\]\[1\] has the int64 1099511627776, expected integers that fit int32",
+    ),
+    (lambda: _read(lambda: [{"id": Y[:4].astype(np.uint64) - 1}]), ValueError, "has the uint64"),
     (lambda: _read([]), DataEndedError, "'train' ended before the first batch"),
 ]
 
