@@ -173,7 +173,9 @@ def _run(
     if restored:
         state = restored.state
     else:
-        state = initial_state(config, program, init_from=task.init_from, report=say)
+        state = initial_state(
+            config, program, init_from=task.init_from, missing_given=task.missing, report=say
+        )
     with contextlib.ExitStack() as stack:
         trackers, failure = [], ""
         try:

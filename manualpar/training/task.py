@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from manualpar.core.model.loss_function import LossFn
+from manualpar.core.program.load_state import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized
 from manualpar.data import (
@@ -108,6 +109,7 @@ class Task(Summarized):
       hooks: Hooks of the run, see `manualpar.training.hooks`.
       init_from: The parameters to begin with, as `Program.init_from` takes them; `None` to
         initialize them.
+      missing: What happens to parameters that `init_from` does not have, as in `Program.init_from`.
     """
 
     dataset: Dataset
@@ -122,6 +124,7 @@ class Task(Summarized):
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     hooks: Sequence[Any] = ()
     init_from: Any = None
+    missing: Missing = "error"
 
 
 def make_task(config: ml_collections.ConfigDict) -> Task:

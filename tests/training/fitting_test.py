@@ -245,8 +245,12 @@ def test_an_error_of_a_hook_ends_the_call_and_reaches_every_hook(tmp_path: Path)
 
 def test_an_axis_over_which_nothing_is_divided_is_named(tmp_path: Path, capsys):
     mesh = {"data": 2, "replica": 2, "model": 2}
-    config = {**FEW, "training.num_steps": 1, "parallel.mesh": mesh, "parallel.strategy": "hsdp"}
-    fit(Net(), loss_fn, Examples(0, 40), config=config, options=OPTIONS, workdir=tmp_path)
+    few = {"parallel.min_weight_size": 16}
+    short = {"steps": 1, "batch_size": ROWS, "mesh": mesh, "strategy": "hsdp"}
+    done = fit(
+        Net(), loss_fn, Examples(0, 40), config=few, options=OPTIONS, workdir=tmp_path, **short
+    )
+    assert (int(done.state.step), done.program.strategy.name) == (1, "hsdp")
     shown = [line for line in capsys.readouterr().out.splitlines() if "divided" in line]
     [line] = shown
     assert line.startswith("nothing is divided over the mesh axis 'model'")
@@ -257,9 +261,13 @@ def test_a_training_begins_with_given_parameters(tmp_path: Path):
     params = Net().init(jax.random.key(7), batch["x"])["params"]
     given = {"optimizer": None, "options": OPTIONS, "init_from": params, "workdir": tmp_path}
     config = {**FEW, "training.num_steps": 1, "optimizer.learning_rate": 0.0}
-    done = fit(Net(), loss_fn, [batch], config=config, **given)
-    assert _same(params, jax.device_get(done.program.whole(done.state)["params"]))
-    wrong = {**given, "init_from": {"Dense_0": params["Dense_0"]}, "workdir": tmp_path / "wrong"}
+    some = {"Dense_0": params["Dense_0"]}
+    done = fit(
+        Net(), loss_fn, [batch], config=config, **{**given, "init_from": some}, missing="init"
+    )
+    whole = jax.device_get(done.program.whole(done.state)["params"])
+    assert _same(some["Dense_0"], whole["Dense_0"])
+    wrong = {**given, "init_from": some, "workdir": tmp_path / "wrong"}
     with pytest.raises(UsageError, match=r"init_from: .*Dense_1"):
         fit(Net(), loss_fn, [batch], config=config, **wrong)
 
@@ -280,6 +288,22 @@ def test_a_field_that_does_not_fit_is_refused(config, words, tmp_path: Path):
     with pytest.raises(ValueError, match=words):
         _fit(Examples(0, 40), tmp_path, optax.sgd(0.1), **config)
     assert not list(tmp_path.iterdir())
+
+
+MISTAKES = [
+    (dict(num_steps=3), TypeError, "no argument 'num_steps'; the nearest one is steps="),
+    (dict(batchsize=3), TypeError, "no argument 'batchsize'; the nearest one is batch_size="),
+    (dict(ema_decay=0.9), TypeError, "nearest one is config={'optimizer.ema_decay': ...}"),
+    (dict(steps=3), ValueError, r"steps is 3 and config\['training.num_steps'\] is 8"),
+    (dict(learning_rate=0.2), ValueError, "'optimizer.learning_rate' and an optimizer is given"),
+    (dict(missing="init"), ValueError, "missing is 'init' and init_from is None"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), MISTAKES)
+def test_a_misspelt_or_contradictory_argument_is_refused(arguments, kind, words):
+    with pytest.raises(kind, match=words):
+        fit(Net(), loss_fn, Examples(0, 40), optax.sgd(0.1), FEW, **arguments)
 
 
 def test_what_cannot_be_evaluated_or_called_is_refused(tmp_path: Path):
