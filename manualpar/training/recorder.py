@@ -115,6 +115,13 @@ class Recorder:
         while self._queue:
             self._fetch_oldest()
 
+    def drop(self, split: str) -> None:
+        """Forgets the metrics of `split` that are not reported yet, of an unfinished evaluation."""
+        kept = [entry for entry in self._queue if entry[0] != split]
+        self._queue.clear()
+        self._queue.extend(kept)
+        self._totals.pop(split, None)
+
     @contextlib.contextmanager
     def leave_out(self) -> Iterator[None]:
         """Leaves the time in this context out of the rates, because the device idles."""

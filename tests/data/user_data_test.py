@@ -15,7 +15,6 @@ from manualpar.data import (
     ExampleSplit,
     abstract_batch,
     as_dataset,
-    evaluated,
     evaluation_batches,
     train_batches,
 )
@@ -109,18 +108,40 @@ def test_examples_by_number_have_the_dtypes_of_jax():
     assert (batch["x"].shape, batch["y"].shape) == ((SIZE, 3), (SIZE,))
 
 
-def test_training_reads_every_example_and_evaluation_only_what_can_be_padded():
+def test_training_and_evaluation_read_every_example():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     plain = as_dataset(Examples(10)).train
     batches = train_batches(plain, seed=0, batch_size=SIZE, sharding=sharding)
     read = [int(i) for x in itertools.islice(batches, 5) for i in x["y"]]
     assert sorted(read[:10]) == sorted(read[10:]) == list(range(10))
-    evaluation = [x["y"].tolist() for x in evaluation_batches(plain, SIZE, sharding)]
-    assert evaluation == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert evaluated(plain, SIZE) == 8
+    smaller = {2: ([8, 9], 1), 4: ([8, 9, 8, 9], 2)}
+    for multiple, (last, copies) in smaller.items():
+        batches = evaluation_batches(plain, SIZE, sharding, multiple=multiple)
+        assert [x["y"].tolist() for x in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], last]
+        assert batches.copies == copies
     masked = as_dataset(Examples(10, lambda i: Batch(np.float32(i), i, np.float32(1)))).train
     masks = [x.mask.tolist() for x in evaluation_batches(masked, SIZE, sharding)]
     assert masks == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_smaller_last_batch_of_a_stream_is_padded_or_has_copies(masked):
+    def read():
+        for start in (0, 4, 8):
+            y = np.arange(start, min(start + SIZE, 11))
+            yield Batch(y, y, np.ones(len(y), np.float32)) if masked else {"y": y}
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    split = as_dataset(lambda: read()).train
+    batches = train_batches(split, seed=0, batch_size=SIZE, sharding=sharding, multiple=2)
+    read_batches = [(next(batches), batches.copies) for _ in range(4)]
+    assert [copies for _, copies in read_batches] == [1, 1, 1 if masked else 2, 1]
+    last, again = read_batches[2][0], read_batches[3][0]
+    if masked:
+        assert (last.labels.tolist(), last.mask.tolist()) == ([8, 9, 10, 0], [1, 1, 1, 0])
+    else:
+        assert last["y"].tolist() == [8, 9, 10, 8, 9, 10]
+        assert again["y"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_batch_may_have_scalars_and_a_pair_of_arrays():

@@ -232,15 +232,63 @@ def test_a_config_names_a_function_that_makes_the_task(tmp_path: Path, monkeypat
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_an_error_of_a_hook_ends_the_call_and_reaches_every_hook(tmp_path: Path):
-    class Failing:
-        def on_step(self, step, state):
-            raise RuntimeError("mine")
+def test_a_smaller_last_batch_and_every_example_of_an_evaluation_count_as_in_plain_flax(tmp_path):
+    examples = [Examples(0, 64)[i] for i in range(64)]
+    rows = [slice(0, 16), slice(16, 32), slice(32, 35)]  # Eight devices do not divide the last.
+    batches = [jax.tree.map(lambda *x: np.stack(x), *examples[some]) for some in rows]
+    data = {"train": batches, "test": batches}
+    params = Net().init(jax.random.key(7), batches[0]["x"])["params"]
+    config = {**FEW, "training.num_steps": 4, "training.eval_every_steps": 0}
+    given = {"init_from": params, "options": OPTIONS, "workdir": tmp_path}
+    done = fit(
+        Net(), loss_fn, data, optax.sgd(0.5), {**config, "training.log_every_steps": 4}, **given
+    )
 
-    diary = Diary()
+    loss = jax.jit(jax.value_and_grad(lambda p, b: loss_fn(p, Net().apply, b, None)[0]))
+    losses = []
+    for batch in [*batches, batches[0]]:
+        value, grads = loss(params, batch)
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+        losses.append((float(value) * len(batch["y"]), len(batch["y"])))
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(done.state.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    sums, counts = zip(*losses, strict=True)
+    np.testing.assert_allclose(done.metrics["train"]["loss"], sum(sums) / sum(counts), rtol=1e-5)
+    every = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    np.testing.assert_allclose(done.metrics["test"]["loss"], loss(params, every)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["on_step", "on_metrics", "train", "eval"])
+def test_an_error_of_the_users_code_ends_a_run_that_has_saved_its_state(where, tmp_path: Path):
+    class Failing(Diary):
+        def on_step(self, step, state):
+            if where == "on_step" and step == 3:
+                raise RuntimeError("mine")
+
+        def on_metrics(self, step, split, values):
+            if where == "on_metrics" and split == "train":
+                raise RuntimeError("mine")
+
+    class Reading:
+        reads = 0
+
+        def __iter__(self):
+            self.reads += 1
+            batches = list(Batches())
+            yield from batches[:3]
+            if where == "train" or (where == "eval" and self.reads > 1):
+                raise RuntimeError("mine")
+
+    data = {"train": list(Batches()), **({where: Reading()} if where in ("train", "eval") else {})}
+    diary, rare = Diary(), {"checkpoint__every_steps": 100, "training__eval_every_steps": 3}
     with pytest.raises(RuntimeError, match="mine") as raised:
-        _fit(Examples(0, 40), tmp_path, None, [Failing(), diary])
-    assert diary.lines == [("end", raised.value, 0)]
+        _fit(data, tmp_path, None, [Failing(), diary], **rare)
+    # The metrics of step 2 are fetched after step 4.
+    step = 4 if where == "on_metrics" else 3
+    assert diary.lines[-2:] == [("checkpoint", step, str(step)), ("end", raised.value, 0)]
+    saved = read_extra(tmp_path / "checkpoints" / str(step))
+    assert saved["position"] == step * ROWS
+    assert "eval" not in saved["recorder"]["totals"], "an evaluation goes on in a resumed run"
 
 
 def test_an_axis_over_which_nothing_is_divided_is_named(tmp_path: Path, capsys):
@@ -307,8 +355,6 @@ def test_a_misspelt_or_contradictory_argument_is_refused(arguments, kind, words)
 
 
 def test_what_cannot_be_evaluated_or_called_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="'eval' has 3 examples without a mask"):
-        _fit({"train": Examples(0, 40), "eval": Examples(0, 3)}, tmp_path)
     with pytest.raises(TypeError, match="hooks has the class Diary, expected an instance"):
         _fit(Examples(0, 40), tmp_path, None, [Diary])
     with pytest.raises(TypeError, match="which has none of the methods on_step"):
