@@ -531,19 +531,22 @@ def trace_model(
     interface = _interface_of(strategy, model, mode, options)
     loss_fn = interface.adapt_loss(loss_fn)
     trainable = tuple(options["trainable"] or interface.trainable)
+    init_args = options["init_args"]
+    if init_args is None and not hasattr(batch, "inputs"):
+        init_args = interface.first_call(loss_fn, batch)
     init, variables = initialisation(
         interface,
         batch,
         batch_specs,
         mode,
-        init_args=options["init_args"],
+        init_args=init_args,
         cast=functools.partial(_cast, stored_dtypes, trainable),
     )
     if not jax.tree.leaves(variables["params"]):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {interface!r} has no parameters, {expected}.")
     tracer = LossTracer(interface, loss_fn, variables, batch, batch_specs=batch_specs, mode=mode)
-    tracer.find_collections(options["init_args"])
+    tracer.find_collections(init_args)
     tracer.check_model()
     pipeline = options["pipeline"]
     stacked = tracer.stacked(pipeline) if pipeline else frozenset[str]()
