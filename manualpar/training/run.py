@@ -285,6 +285,11 @@ def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console
         print_line(console, f"compiler options: {chosen}")
     if choice := program.layer_choice:
         print_line(console, f"layers: {choice}")
+    for name in SPLITS:
+        split = getattr(experiment.task.dataset, name)
+        if count := getattr(split, "unlearned", 0):
+            words = f"{name}: {count} examples are left out, because nothing of them is learned"
+            print_line(console, f"{words} when they are cut to {split.sequence_length} tokens")
     console.print(layout_table(program), soft_wrap=True)
     for axis in _unused_axes(program):
         words = f"nothing is divided over the mesh axis {axis!r}"
