@@ -5,8 +5,8 @@
 """
 
 from manualpar.data.batches import (
+    Batches,
     abstract_batch,
-    evaluated,
     evaluation_batches,
     train_batch,
     train_batches,
@@ -29,6 +29,7 @@ __all__ = [
     "SOURCES",
     "ArraySplit",
     "BatchStream",
+    "Batches",
     "ByteTokenizer",
     "ClassificationDataset",
     "DamagedDataError",
@@ -43,7 +44,6 @@ __all__ = [
     "Tokenizer",
     "abstract_batch",
     "as_dataset",
-    "evaluated",
     "evaluation_batches",
     "load_dataset",
     "load_tokenizer",

@@ -7,10 +7,15 @@ data is one number: the position after the last batch that was used. All batches
 example is dropped. A batch may have examples from the end of an epoch and from the beginning of the
 next.
 
-Evaluation reads each example once, in order, and pads the last batch. Examples without a mask
-cannot be padded, so those after the last full batch are left out.
+Evaluation reads each example once, in order.
 
 The batches of a `BatchStream` are read in its own order, by the thread that trains.
+
+The last batch of an evaluation or of a stream may be smaller. A `Batch` with a mask is padded.
+Another batch stays as it is if the devices divide it, and otherwise has each example as often as
+the devices need, so that each device gets as many. A loss and its gradient are means, so they are
+those of the smaller batch. Metrics are sums, and have to be divided by `Batches.copies`. A step is
+compiled once more for each such size.
 
 A process reads only the rows of its own devices. It reads a row only once, even if several devices
 store the row.
@@ -21,8 +26,10 @@ take seconds to start. They are worth it only if decoding is slow.
 Symbol: `B` examples in a batch.
 """
 
+import contextlib
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,6 +38,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from manualpar.core.program.guarded_step import check_integers
 from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import Split
 from manualpar.data.mixture import SLOTS, MixedSplit
@@ -128,6 +136,29 @@ def _slots(shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
 # -------------------------------------------------------------------------------------------------
 
 
+class Batches:
+    """An iterator of batches on the devices; closing it ends the threads that read.
+
+    Attributes:
+      copies: How often the latest batch has each of its examples: 1, unless it is smaller than
+        others, and cannot be divided.
+    """
+
+    def __init__(self, batches: Generator[tuple[Batch, int], None, None]) -> None:
+        self._batches, self.copies = batches, 1
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch, self.copies = next(self._batches)
+        return batch
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._batches.close()
+
+
 def train_batches(
     split: Split | BatchStream,
     *,
@@ -136,8 +167,9 @@ def train_batches(
     sharding: jax.sharding.Sharding,
     start_position: int = 0,
     prefetch: int = 2,
-) -> Generator[Batch, None, None]:
-    """Yields endless batches for training, from any position of the stream.
+    multiple: int | None = None,
+) -> Batches:
+    """Returns endless batches for training, from any position of the stream.
 
     Args:
       split: The examples, of which there may be fewer than in a batch, or a stream of batches.
@@ -149,20 +181,27 @@ def train_batches(
         start position `p`, use `p + n * batch_size`.
       prefetch: The number of batches that threads read ahead, at least 1. In addition, one batch
         waits on the devices.
+      multiple: The number that has to divide the examples of a batch, such as devices times
+        minibatches; by default `batch_size`.
 
     Returns:
       An iterator of batches of global arrays. Closing the iterator ends the threads.
     """
     if isinstance(split, BatchStream):
+        is_whole = _rows(split.first) == batch_size
         batches = split.read_from(start_position // batch_size)
-        return _place_each(batches, sharding, batch_size)
+        return Batches(
+            _place_each(batches, sharding, batch_size, multiple, may_be_smaller=is_whole)
+        )
     order = order_of(split, seed)
     starts = range(start_position, sys.maxsize - batch_size, batch_size)
-    return _read_ahead(
-        lambda positions: _stack(split[index] for index in order(positions).tolist()),
-        starts,
-        sharding,
-        prefetch,
+    return Batches(
+        _read_ahead(
+            lambda positions: _stack(split[index] for index in order(positions).tolist()),
+            starts,
+            sharding,
+            prefetch,
+        )
     )
 
 
@@ -179,8 +218,9 @@ def evaluation_batches(
     *,
     max_batches: int = 0,
     prefetch: int = 2,
-) -> Generator[Batch, None, None]:
-    """Yields batches that together contain each example once, in order.
+    multiple: int | None = None,
+) -> Batches:
+    """Returns batches that together contain each example once, in order.
 
     Args:
       split: The examples.
@@ -188,32 +228,49 @@ def evaluation_batches(
       sharding: As in `train_batches`.
       max_batches: The largest number of batches; 0 for all.
       prefetch: As in `train_batches`.
+      multiple: As in `train_batches`.
 
     Returns:
       An iterator of batches of global arrays. Closing the iterator ends the threads. The last batch
-      may be padded with zeros, and the mask is 0 at the padding.
+      may be padded with zeros, and the mask is 0 at the padding. Without a mask it may be smaller,
+      or have each example `copies` times.
     """
     if isinstance(split, BatchStream):
         batches = itertools.islice(split.read_once(), max_batches or None)
-        return _place_each(batches, sharding, batch_size)
-    size, padding = len(split), jax.tree.map(np.zeros_like, split[0])
-    num_batches = -(-evaluated(split, batch_size) // batch_size)
-    return _read_ahead(
+        return Batches(_place_each(batches, sharding, batch_size, multiple, may_be_smaller=True))
+    size, example = len(split), split[0]
+    padding = jax.tree.map(np.zeros_like, example)
+    full, rest = divmod(size, batch_size)
+    if rest and _has_mask(example):
+        full, rest = full + 1, 0
+    wanted = max_batches or full + 1
+    full_batches = _read_ahead(
         lambda indices: _stack(split[i] if i < size else padding for i in indices.tolist()),
-        range(0, min(num_batches, max_batches or num_batches) * batch_size, batch_size),
+        range(0, min(full, wanted) * batch_size, batch_size),
         sharding,
         prefetch,
     )
+    if not rest or wanted <= full:
+        return Batches(full_batches)
+    copies = _copies(rest, multiple or batch_size)
+
+    def with_rest() -> Generator[tuple[Batch, int], None, None]:
+        with contextlib.closing(full_batches):
+            yield from full_batches
+        rows = rows_of_this_process(sharding, rest * copies)
+        batch = _stack(split[full * batch_size + row % rest] for row in rows.tolist())
+        yield place(batch, rows, sharding, rest * copies), copies
+
+    return Batches(with_rest())
 
 
-def evaluated(split: Split, batch_size: int) -> int:
-    """Returns the number of examples that an evaluation reads: all, or those of full batches.
+def _has_mask(example: Any) -> bool:
+    return isinstance(example, Batch) and example.mask is not None
 
-    Only a `Batch` with a mask can be padded to a full batch.
-    """
-    example = split[0]
-    has_mask = isinstance(example, Batch) and example.mask is not None
-    return len(split) if has_mask else len(split) // batch_size * batch_size
+
+def _copies(num_examples: int, multiple: int) -> int:
+    """Returns the least number of copies of a batch that makes it a multiple of `multiple`."""
+    return multiple // math.gcd(num_examples, multiple)
 
 
 def abstract_batch(split: Split | BatchStream, batch_size: int) -> Batch:
@@ -250,6 +307,7 @@ def place(batch: Batch, rows: np.ndarray, sharding: jax.sharding.Sharding, num_r
 
         return jax.make_array_from_callback((num_rows, *array.shape[1:]), sharding, part)
 
+    check_integers("data: batch", batch)
     return jax.tree.map(place_leaf, batch)
 
 
@@ -260,12 +318,22 @@ def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 
 def _place_each(
-    batches: Iterator[Any], sharding: jax.sharding.Sharding, batch_size: int
-) -> Generator[Batch, None, None]:
+    batches: Iterator[Any],
+    sharding: jax.sharding.Sharding,
+    batch_size: int,
+    multiple: int | None,
+    *,
+    may_be_smaller: bool,
+) -> Generator[tuple[Batch, int], None, None]:
     """Puts batches on the devices, which have all rows or only the rows of this process."""
     rows = rows_of_this_process(sharding, batch_size)
+    # A process that reads only its own rows does not know whether others have as many.
+    may_be_smaller = may_be_smaller and len(rows) == batch_size
     for batch in batches:
-        found = next(len(x) for x in jax.tree.leaves(batch) if x.ndim)
+        found = _rows(batch)
+        if found < batch_size and may_be_smaller:
+            yield _place_smaller(batch, found, sharding, batch_size, multiple or batch_size)
+            continue
         if found == batch_size:
             batch = jax.tree.map(lambda x: x[rows] if x.ndim else x, batch)
         elif found != len(rows):
@@ -274,7 +342,29 @@ def _place_each(
                 f"data: a batch has {found} rows, expected the batch size {batch_size}"
                 f"{of_process}; drop the rows after the last full batch, or pad them and mask them."
             )
-        yield place(batch, rows, sharding, batch_size)
+        yield place(batch, rows, sharding, batch_size), 1
+
+
+def _place_smaller(
+    batch: Any, found: int, sharding: jax.sharding.Sharding, batch_size: int, multiple: int
+) -> tuple[Batch, int]:
+    """Places a batch with fewer rows: padded if it has a mask, or with copies of its examples."""
+    copies = 1 if _has_mask(batch) else _copies(found, multiple)
+    size = batch_size if _has_mask(batch) else found * copies
+
+    def fill(x: np.ndarray) -> np.ndarray:
+        if not x.ndim:
+            return x
+        if _has_mask(batch):
+            return np.concatenate([x, np.zeros((size - found, *x.shape[1:]), x.dtype)])
+        return np.concatenate([x] * copies)
+
+    return place(jax.tree.map(fill, batch), np.arange(size), sharding, size), copies
+
+
+def _rows(batch: Any) -> int:
+    """Returns the number of examples of a batch of a stream."""
+    return next(len(x) for x in jax.tree.leaves(batch) if x.ndim)
 
 
 def _stack(examples: Iterable[Batch]) -> Batch:
@@ -286,7 +376,7 @@ def _read_ahead(
     starts: range,
     sharding: jax.sharding.Sharding,
     prefetch: int,
-) -> Generator[Batch, None, None]:
+) -> Generator[tuple[Batch, int], None, None]:
     """Yields batches of consecutive positions; threads read the batches ahead.
 
     Each batch is put on the devices while the previous batch is used.
@@ -294,6 +384,8 @@ def _read_ahead(
     require("manualpar.data", "grain")
     import grain
 
+    if not len(starts):
+        return
     batch_size = starts.step
     rows = rows_of_this_process(sharding, batch_size)
     positions = grain.MapDataset.range(starts.start, starts.stop, batch_size)
@@ -304,7 +396,7 @@ def _read_ahead(
         for batch in batches:
             waiting.append(place(batch, rows, sharding, batch_size))
             if len(waiting) == 2:
-                yield waiting.pop(0)
-        yield from waiting
+                yield waiting.pop(0), 1
+        yield from ((batch, 1) for batch in waiting)
     finally:
         batches.close()

@@ -52,6 +52,8 @@ class PackedSplit(Summarized):
       vocab_size: All tokens are less than this number.
       padding: The token at positions without an example.
       name: The name of the data, for messages.
+      unlearned: The number of examples that are left out, because cutting them left no learned
+        token.
     """
 
     tokens: np.ndarray
@@ -62,6 +64,7 @@ class PackedSplit(Summarized):
     vocab_size: int
     padding: int
     name: str
+    unlearned: int = 0
 
     @property
     def tokens_per_byte(self) -> None:
@@ -129,7 +132,8 @@ def pack(
       vocab_size: See `PackedSplit`.
       padding: See `PackedSplit`.
       long_examples: The treatment of examples with more than `S` positions: `"error"` refuses them,
-        `"cut"` keeps their first `S` positions, and `"drop"` leaves them out.
+        `"cut"` keeps their first `S` positions, and leaves out those that then have no learned
+        token, and `"drop"` leaves all out.
       name: See `PackedSplit`.
 
     Raises:
@@ -150,6 +154,16 @@ def pack(
             f"longer; expected at least {positions.min()}."
         )
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    unlearned = 0
+    if long_examples == "cut":
+        labels = ((n, tokens[starts[n] + 1 :][:sequence_length]) for n in np.flatnonzero(is_long))
+        nothing = [n for n, some in labels if not (np.asarray(some) & LEARNED).any()]
+        kept, unlearned = np.setdiff1d(kept, nothing), len(nothing)
+        if not len(kept):
+            raise ValueError(
+                f"`sequence_length` is {sequence_length} and `long_examples='cut'`, which cuts "
+                f"away all that is learned of {name}; expected at least {positions.max()}."
+            )
     shuffled = np.random.default_rng(PACKING_SEED).permutation(kept)
     order: list[int] = []
     firsts = [0]
@@ -169,6 +183,7 @@ def pack(
         vocab_size,
         padding,
         name,
+        unlearned,
     )
 
 

@@ -2,26 +2,33 @@
 
 Data has one of two forms.
 
-- *Examples by number*: an object with `len(data)` and `data[i]`, such as a Hugging Face dataset
-  whose format is NumPy. Then a run shuffles the examples, each process reads only its own rows, and
-  a run that resumes goes on at the same example. Any tree of arrays may be an example. A `Batch` of
-  arrays without a leading dimension, with a mask, can be padded; see `evaluation_batches`.
+- *Examples by number*: an object with `len(data)` and `data[i]`, such as a Hugging Face dataset; or
+  arrays that hold all examples, as a tuple `(X, Y)`, a dict or a `Batch`; or a list of examples.
+  Then a run shuffles the examples, each process reads only its own rows, and a run that resumes
+  goes on at the same example. Any tree of arrays may be an example. A `Batch` of arrays without a
+  leading dimension, with a mask, can be padded; see `evaluation_batches`.
 - *Batches in order*: an iterable, such as a Grain pipeline, a PyTorch `DataLoader`, a list of
-  batches or a generator. Any tree whose leaves have the examples along their leading dimension may
-  be a batch. With several processes a batch has the examples of all processes, or only the rows of
-  the process that reads it.
+  batches, a generator, or a function that returns one. Any tree whose leaves have the examples
+  along their leading dimension may be a batch. With several processes a batch has the examples of
+  all processes, or only the rows of the process that reads it.
+
+Some data could have both forms. `ExampleSplit.reading` and `BatchStream.reading` then say in one
+sentence how it is read, and `fit` prints this.
 
 Symbol: `B` examples in a batch.
 """
 
 import base64
+import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from manualpar.core.program.guarded_step import check_integers
+from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import (
     SPLITS,
     ArraySplit,
@@ -62,6 +69,22 @@ class ExampleSplit:
         self._first: Any = None
         self._first = self[0]
 
+    @property
+    def reading(self) -> str:
+        """A sentence on how the data is read, if it could be read in another way; else ""."""
+        number, form = len(self), _show_form(self._first)
+        if isinstance(self._examples, list | tuple):
+            return (
+                f"data: {self._name!r} is a list of {number} examples, the first is {form}; for "
+                "batches pass an iterable, such as a generator function."
+            )
+        if isinstance(self._examples, _Arrays) or _rows_of(self._first) is None:
+            return ""
+        return (
+            f"data: {self._name!r} has len() and [i], so it is read as {number} examples, the "
+            f"first is {form}; for batches pass an iterable, such as a generator function."
+        )
+
     def __len__(self) -> int:
         return len(self._examples)
 
@@ -90,10 +113,24 @@ class BatchStream:
           name: The split's name in messages, such as `train`.
         """
         self._source, self._name = batches, name
+        if isinstance(batches, list | tuple):
+            _check_rows_of_list(batches, name)
         self._iterator = iter(batches)
         self._number = 0  # Of the next batch.
         self._waiting: list[Any] = []
         self._first: Any = None
+
+    @property
+    def reading(self) -> str:
+        """A sentence on how the data is read, if it could be read in another way; else ""."""
+        if not isinstance(self._source, list | tuple) or not self._source:
+            return ""
+        rows = _rows_of(_plain(self._source[0]), scalars=True)
+        return (
+            f"data: {self._name!r} is a list of {len(self._source)} batches of {rows} examples; "
+            "for examples pass arrays of all examples, such as (X, Y) or a dict, or an object with "
+            "__len__ and __getitem__."
+        )
 
     @property
     def begins_again(self) -> bool:
@@ -174,10 +211,17 @@ class BatchStream:
         if self._first is None:
             self._first = batch
         rows = {len(x) for x in jax.tree.leaves(batch) if x.ndim}
+        if not rows:
+            raise ValueError(
+                f"data: {place} is {_show_form(batch)}, expected arrays with the examples along "
+                "their leading dimension. If it is one example, batch the examples first, such as "
+                "with .batch(n), or pass an object with __len__ and __getitem__."
+            )
         if len(rows) != 1:
             raise ValueError(
                 f"data: the leaves of {place} have {sorted(rows)} rows, expected the same number "
-                "of examples along the leading dimension of each."
+                "of examples along the leading dimension of each. If it is one example, batch the "
+                "examples first, such as with .batch(n)."
             )
         first = jax.tree.map(lambda x: x[:1] if x.ndim else x, self._first)
         some = jax.tree.map(lambda x: x[:1] if x.ndim else x, batch)
@@ -190,7 +234,8 @@ def as_dataset(data: Any) -> Dataset:
 
     Args:
       data: A `Dataset`; or a mapping from `train`, and perhaps `eval` (or `validation`) and `test`,
-        to examples or batches; or only those for the training. See the module for their forms.
+        to examples or batches; or only those for the training. See the module for their forms. A
+        mapping of arrays to other names holds the examples of the training.
 
     Raises:
       TypeError: The data has none of these forms.
@@ -198,13 +243,17 @@ def as_dataset(data: Any) -> Dataset:
     """
     if isinstance(data, Dataset):
         return data
-    splits = dict(data) if isinstance(data, Mapping) else {"train": data}
+    splits = {"train": data}
+    if isinstance(data, Mapping):
+        names = {NAMES.get(name, name) for name in data}
+        if names & set(SPLITS) or not _is_arrays(dict(data)):
+            splits = dict(data)
     splits = {NAMES.get(name, name): split for name, split in splits.items()}
     if unknown := [name for name in splits if name not in SPLITS]:
         raise ValueError(
             f"data has {unknown[0]!r}, expected the splits 'train', 'eval' and 'test'; the nearest "
             f"one is {nearest(str(unknown[0]), SPLITS)!r}. A single batch is data={{'train': "
-            "[batch]}."
+            "[batch]}; arrays of all examples have the same length."
         )
     if splits.get("train") is None:
         raise ValueError(f"data has {list(splits)}, expected 'train' among them.")
@@ -218,21 +267,156 @@ def as_dataset(data: Any) -> Dataset:
     return Dataset(**made, fingerprint=make_fingerprint(*map(_described, made.items())))
 
 
+class _Arrays:
+    """Examples by number that lie in arrays, along their leading dimension."""
+
+    def __init__(self, arrays: Any, name: str) -> None:
+        self._arrays = jax.tree.map(_host_array, arrays, is_leaf=_is_list_of_numbers)
+        lengths = sorted({len(x) for x in jax.tree.leaves(self._arrays)})
+        if len(lengths) != 1:
+            raise ValueError(
+                f"data: the arrays of {name!r} have lengths {lengths}, expected one number of "
+                "examples. A list of batches is [batch, ...], with brackets."
+            )
+        self._length = lengths[0]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return jax.tree.map(lambda x: x[index], self._arrays)
+
+
+class _Called:
+    """The batches of a function, which each `iter` calls anew."""
+
+    def __init__(self, function: Callable[[], Any], name: str) -> None:
+        self._function, self._name = function, name
+
+    def __iter__(self) -> Iterator[Any]:
+        made = self._function()
+        if not isinstance(made, Iterable) or isinstance(made, Mapping | str | bytes):
+            raise TypeError(
+                f"data: the function of {self._name!r} returned a {type(made).__name__}, expected "
+                "an iterable of batches; or use `yield` in it."
+            )
+        return iter(made)
+
+
 def _split(name: str, split: Any) -> Split | BatchStream:
-    """Makes a split or a stream; a list and a Grain pipeline are streams of batches."""
+    """Makes a split or a stream; `_list_of` decides on lists, and a Grain pipeline is a stream."""
     if isinstance(split, OURS):
         return split
     if hasattr(split, "to_iter_dataset"):  # Grain's `MapDataset`.
         return BatchStream(split.to_iter_dataset(), name)
-    has_numbers = hasattr(split, "__getitem__") and hasattr(split, "__len__")
-    if has_numbers and not isinstance(split, list | tuple | str | bytes | Mapping):
-        return ExampleSplit(split, name)
-    if isinstance(split, Iterable) and not isinstance(split, Mapping | str | bytes):
-        return BatchStream(split, name)
+    if isinstance(split, Batch | Mapping) or (isinstance(split, tuple) and _is_pair(split)):
+        split = dict(split) if isinstance(split, Mapping) else split
+        if _is_arrays(split):
+            return ExampleSplit(_Arrays(split, name), name)
+    elif isinstance(split, list | tuple):
+        return _list_of(name, split)
+    elif not isinstance(split, str | bytes):
+        if hasattr(split, "__getitem__") and hasattr(split, "__len__"):
+            return ExampleSplit(split, name)
+        if isinstance(split, Iterable):
+            return BatchStream(split, name)
+        if callable(split):
+            return BatchStream(_Called(_without_arguments(name, split), name), name)
     raise TypeError(
-        f"data: {name!r} is a {type(split).__name__}, expected examples by number (an object with "
-        "__len__ and __getitem__) or an iterable of batches."
+        f"data: {name!r} is a {type(split).__name__}, expected examples by number (arrays of all "
+        "examples such as (X, Y) or a dict, or an object with __len__ and __getitem__), or batches "
+        "(an iterable, or a function that returns one)."
     )
+
+
+def _list_of(name: str, items: Any) -> Split | BatchStream:
+    """Reads a list as batches if each item can be one, and else as examples."""
+    forms = {_show_form(_plain(item)) for item in items[:2]}
+    if len(forms) > 1 and all(hasattr(item, "shape") for item in items):
+        raise ValueError(
+            f"data: {name!r} is a list of the arrays {' and '.join(sorted(forms))}, expected items "
+            "of one form. If these are all examples, pass the tuple (X, Y)."
+        )
+    if items and any(_rows_of(_plain(item)) is None for item in items[:2]):
+        return ExampleSplit(items, name)
+    return BatchStream(items, name)
+
+
+def _is_pair(items: tuple[Any, ...]) -> bool:
+    """Returns whether a tuple is `(X, Y)`, and not several batches of one form."""
+    if hasattr(items, "_fields") or all(hasattr(item, "shape") for item in items):
+        return bool(items)
+    return len({_show_form(_plain(item), rows=False) for item in items}) > 1 and _is_arrays(items)
+
+
+def _is_arrays(tree: Any) -> bool:
+    """Returns whether all leaves are arrays with at least one dimension."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_list_of_numbers)
+    return bool(leaves) and all(
+        (hasattr(x, "shape") and len(x.shape) > 0) or (isinstance(x, list) and len(x) > 0)
+        for x in leaves
+    )
+
+
+def _without_arguments(name: str, function: Callable[..., Any]) -> Callable[[], Any]:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"data: the function of {name!r} takes {inspect.signature(function)}, expected one "
+            "without arguments, such as functools.partial(function, ...)."
+        ) from error
+    return function
+
+
+def _check_rows_of_list(batches: Any, name: str) -> None:
+    """Refuses a list whose items differ in length, because those are no batches."""
+    rows = [_rows_of(_plain(batch), scalars=True) for batch in batches]
+    if (others := set(rows[:-1])) and (len(others) > 1 or (rows[-1] or 0) > (rows[0] or 0)):
+        number = next(i for i, count in enumerate(rows) if count != rows[0])
+        raise ValueError(
+            f"data: {name!r} is a list whose item 0 has {rows[0]} rows and item {number} has "
+            f"{rows[number]}, expected batches with one number of examples, of which only the last "
+            "may be smaller. If the items are examples, pad them to one length and pass arrays of "
+            "all examples, such as (X, Y) or a dict."
+        )
+
+
+def _rows_of(tree: Any, *, scalars: bool = False) -> int | None:
+    """Returns the number of rows if the tree can be a batch; with `scalars`, it may have some."""
+    shapes = [np.shape(x) for x in jax.tree.leaves(tree, is_leaf=_is_list_of_numbers)]
+    rows = {shape[0] for shape in shapes if shape}
+    return rows.pop() if len(rows) == 1 and (scalars or all(shapes)) else None
+
+
+def _show_form(tree: Any, *, rows: bool = True) -> str:
+    """Formats the dtypes and shapes of a tree; without `rows`, not the leading dimension."""
+
+    def show(path: Any, x: Any) -> str:
+        shape = np.shape(x)
+        dtype = getattr(x, "dtype", type(x).__name__)
+        return f"{jax.tree_util.keystr(path)} {dtype}{list(shape if rows else shape[1:])}".strip()
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_list_of_numbers)
+    return ", ".join(show(path, x) for path, x in leaves)
+
+
+def _plain(tree: Any) -> Any:
+    """Returns a batch with dicts for mappings that JAX does not know, such as `BatchEncoding`."""
+    if isinstance(tree, Mapping) and type(tree) is not dict:
+        return {key: _plain(value) for key, value in tree.items()}
+    return tree
+
+
+def _host_array(leaf: Any) -> Any:
+    """Copies a leaf to the host as a NumPy array; of PyTorch tensors also bfloat16."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    if hasattr(leaf, "detach"):
+        leaf = leaf.detach().cpu()
+        if str(leaf.dtype) == "torch.bfloat16":
+            return leaf.float().numpy().astype(jax.numpy.bfloat16)
+    return np.asarray(leaf)
 
 
 def _described(item: tuple[str, Split | BatchStream]) -> list[Any]:
@@ -249,18 +433,19 @@ def _arrays(tree: Any, place: str) -> Any:
     """Converts the leaves to arrays with the dtypes that JAX has for them."""
 
     def convert(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return leaf
-        array = np.asarray(leaf)
+        array = _host_array(leaf)
+        if isinstance(array, jax.Array):
+            return array
         if array.dtype.kind in "OSUMm":
             at = jax.tree_util.keystr(path)
             raise TypeError(
                 f"data: {place}{at} is {leaf!r:.40}, expected numbers; leave this field out, or "
                 "convert it."
             )
+        check_integers(f"data: {place}{jax.tree_util.keystr(path)}", array)
         return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
-    return jax.tree.map_with_path(convert, tree, is_leaf=_is_list_of_numbers)
+    return jax.tree.map_with_path(convert, _plain(tree), is_leaf=_is_list_of_numbers)
 
 
 def _is_list_of_numbers(x: Any) -> bool:

@@ -57,7 +57,6 @@ from manualpar.training.task import (
     SPLIT_AXIS,
     STAGE_AXIS,
     Task,
-    check_evaluated,
     fine_tuned,
     make_task,
     splits_layers,
@@ -194,7 +193,6 @@ def prepare(
     config = complete_config(config)
     parse_profile(config.profile)
     task = task or make_task(config)
-    check_evaluated(config, task)
     schedule = None if task.optimizer else make_schedule(config)
     program, chosen, division = _build(config, task, schedule, devices, tracing, earlier)
     if not isinstance(program, Program):

@@ -1,18 +1,22 @@
 """Trains a user's own model, loss and data with everything that a run has."""
 
 import contextlib
+import functools
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import ml_collections
 import optax
 
 from manualpar.core.model.loss_function import LossFn
+from manualpar.core.program.load_state import Missing
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
-from manualpar.data import BatchStream, as_dataset
+from manualpar.data import BatchStream, ExampleSplit, as_dataset
+from manualpar.data.dataset import SPLITS
 from manualpar.errors import nearest
 from manualpar.system.cluster import Cluster, initialize
 from manualpar.system.reports.tables import print_line
@@ -30,6 +34,14 @@ from manualpar.training.workdir import FOLDER, RUNS, check_folder, choose_workdi
 
 # Fields of `config.optimizer` that also apply to a user's optimizer.
 OF_ANY_OPTIMIZER = ("optimizer.num_minibatches", "optimizer.ema_decay")
+# Arguments of `fit` that are short for fields of the config.
+FIELD_OF = {
+    "steps": "training.num_steps",
+    "batch_size": "data.batch_size",
+    "strategy": "parallel.strategy",
+    "mesh": "parallel.mesh",
+    "learning_rate": "optimizer.learning_rate",
+}
 
 
 class Fit(NamedTuple):
@@ -56,10 +68,17 @@ def fit(
     config: Mapping[str, Any] | ml_collections.ConfigDict | None = None,
     hooks: Sequence[Any] = (),
     *,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    strategy: str | None = None,
+    mesh: Mapping[str, int] | None = None,
+    learning_rate: float | None = None,
     workdir: str | AnyPath | None = None,
     options: Mapping[str, Any] | None = None,
     init_from: Any = None,
+    missing: Missing = "error",
     cluster: Cluster | None = None,
+    **misspelt: Any,
 ) -> Fit:
     """Trains a model, with sharding, progress, evaluation, checkpoints and a report.
 
@@ -77,13 +96,23 @@ def fit(
         values of `configs/own.py`. Fields of your own, in the groups `model` and `data`, are stored
         with the run; a run that resumes must have the same.
       hooks: Objects with methods of `manualpar.training.hooks.Hook`.
+      steps: The field `training.num_steps`; this and the next four are short for the fields in
+        `FIELD_OF`.
+      batch_size: The field `data.batch_size`; by default the size of the first batch, if the data
+        has batches.
+      strategy: The field `parallel.strategy`.
+      mesh: The field `parallel.mesh`, such as `{"data": 2, "model": 4}`.
+      learning_rate: The field `optimizer.learning_rate`, without an `optimizer`.
       workdir: The folder of the run; by default a new folder in `runs/fit/`.
       options: Arguments of the program's builder that a config has no field for, such as
         `init_args`.
       init_from: The parameters to begin with, as `Program.init_from` takes them; by default they
         are initialized. A call that resumes does not use them.
+      missing: What happens to parameters that `init_from` does not have: `"error"` refuses, and
+        `"init"` initializes them.
       cluster: The processes that train together, from `manualpar.system.cluster.initialize`, inside
         its context. By default the environment decides, as in `initialize`.
+      **misspelt: Refused, with the name that is most like it.
 
     Returns:
       The program, the state, and the metrics.
@@ -98,7 +127,20 @@ def fit(
     Communication:
       That of the program, and with several processes that of agreements on the data and the folder.
     """
-    dataset, given = as_dataset(data), _flat(config)
+    if misspelt:
+        raise TypeError(_describe_misspelt(next(iter(misspelt))))
+    if missing not in get_args(Missing):
+        raise ValueError(f"fit: missing is {missing!r}, expected one of {get_args(Missing)}.")
+    if missing != "error" and init_from is None:
+        raise ValueError(f"fit: missing is {missing!r} and init_from is None, expected both.")
+    short = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "strategy": strategy,
+        "mesh": mesh,
+        "learning_rate": learning_rate,
+    }
+    dataset, given = as_dataset(data), _with_short(_flat(config), short)
     if optimizer is not None:
         _check_no_other_optimizer(given)
     folder = None if workdir is None else as_path(str(workdir))
@@ -110,6 +152,7 @@ def fit(
         options=options or {},
         hooks=tuple(hooks),
         init_from=init_from,
+        missing=missing,
     )
     with contextlib.ExitStack() as stack:
         if cluster is None:
@@ -120,8 +163,13 @@ def fit(
         stack.enter_context(cluster.one_run())
         console = make_console(process=cluster.process_id)
         with ending_all(cluster):
+            for split in map(functools.partial(getattr, dataset), SPLITS):
+                if isinstance(split, ExampleSplit | BatchStream) and split.reading:
+                    print_line(console, split.reading)
             if isinstance(dataset.train, BatchStream) and "data.batch_size" not in given:
                 given["data.batch_size"] = _rows(dataset.train)
+                words = f"the batch size is {given['data.batch_size']}"
+                print_line(console, f"{words}, because the first batch has so many examples")
             filled = _fill(given)
             earlier = None if folder is None else read_earlier(folder / FOLDER)
             experiment = prepare(filled, task=task, tracing=show_tracing(console), earlier=earlier)
@@ -134,6 +182,31 @@ def fit(
             result = run(experiment, folder, cluster=cluster, console=console)
             cluster.nothing_to_lose()
     return Fit(experiment.program, result.state, result.metrics, folder)
+
+
+def _describe_misspelt(name: str) -> str:
+    """Describes an argument that `fit` does not have, with the nearest argument or field."""
+    arguments = [x for x in inspect.signature(fit).parameters if x != "misspelt"]
+    fields = {field: f"{short}=" for short, field in FIELD_OF.items()}
+    fields = dict.fromkeys(fields_of(_fill({}))) | fields | {x: f"{x}=" for x in arguments}
+    near = nearest(name, fields)
+    mend = fields[near] or f"config={{{near!r}: ...}}"
+    return f"fit has no argument {name!r}; the nearest one is {mend}."
+
+
+def _with_short(given: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the fields of short arguments; refuses one that contradicts the config."""
+    for name, value in short.items():
+        field = FIELD_OF[name]
+        if value is None:
+            continue
+        if field in given and given[field] != value:
+            raise ValueError(
+                f"fit: {name} is {value!r} and config[{field!r}] is {given[field]!r}, expected one "
+                "of the two; leave the other out."
+            )
+        given[field] = value
+    return given
 
 
 def _flat(config: Mapping[str, Any] | ml_collections.ConfigDict | None) -> dict[str, Any]:
@@ -159,7 +232,7 @@ def _fill(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
         elif group not in ("model", "data", "parallel") or not field:
             raise ValueError(
                 f"config has {name!r}, which is not a known field; the nearest one is "
-                f"{nearest(name, known)!r}."
+                f"{FIELD_OF.get(name) or nearest(name, known)!r}."
             )
         (config[group] if field else config)[field or group] = value
     return complete_config(config)

@@ -2,11 +2,13 @@
 
 A hook may be any object that has some of the methods of `Hook`, or a subclass of it. Every process
 calls the hooks, with the same values. A hook that writes anything should do so only where
-`jax.process_index()` is 0.
+`jax.process_index()` is 0. If a hook raises an error, a run of one process saves its state and ends
+with the error.
 """
 
+import contextlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from manualpar.core.state.train_state import TrainState
@@ -73,6 +75,8 @@ class Hooks:
                     "expected at least one, see manualpar.training.hooks."
                 )
         self._hooks = tuple(hooks)
+        self._failed: Any = None  # The hook that raised the error.
+        self.error: Exception | None = None  # The error of the user's code that ends the run.
         self._has_news = True  # Whether anything was reported since `should_stop` was asked.
 
     def have(self, method: str) -> bool:
@@ -81,8 +85,22 @@ class Hooks:
 
     def call(self, method: str, *args: Any) -> None:
         """Calls a method of each hook that has it."""
-        for each in self._methods(method):
-            each(*args)
+        for hook, each in self._methods(method):
+            with self.user_code(hook):
+                each(*args)
+
+    @contextlib.contextmanager
+    def user_code(self, hook: Any = None) -> Iterator[None]:
+        """Notes an error of the user's code in the context, such as of `hook` or of a loader.
+
+        Such an error leaves the state as it is, so the run saves it first. The hook is not called
+        again, except to say that the run ends.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._failed, self.error = hook, error
+            raise
 
     def on_report(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Passes on a report."""
@@ -99,7 +117,10 @@ class Hooks:
         self._has_news = False
         if not asked or not had_news:
             return False
-        answers = [each() for each in asked]
+        answers = []
+        for hook, each in asked:
+            with self.user_code(hook):
+                answers.append(each())
         return any_process(any(answers))
 
     def state(self) -> list[list[JSON]]:
@@ -117,8 +138,14 @@ class Hooks:
                 if (restore := _method(hook, "restore")) and entry[1] is not None:
                     restore(entry[1])
 
-    def _methods(self, name: str) -> list[Callable[..., Any]]:
-        return [found for hook in self._hooks if (found := _method(hook, name))]
+    def _methods(self, name: str) -> list[tuple[Any, Callable[..., Any]]]:
+        """Returns the hooks that have a method, with it, except one that failed."""
+        having = [(hook, found) for hook in self._hooks if (found := _method(hook, name))]
+        return [
+            x
+            for x in having
+            if name == "on_end" or self._failed is None or x[0] is not self._failed
+        ]
 
 
 def _method(hook: Any, name: str) -> Callable[..., Any] | None:

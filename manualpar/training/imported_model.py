@@ -96,11 +96,12 @@ def initial_state(
     *,
     report: Callable[[str], None],
     init_from: Any = None,
+    missing_given: Missing = "error",
 ) -> TrainState:
     """Makes a run's first state.
 
     The parameters are those of `init_from`, or of `config.model.from_hf`. Without these, the state
-    is initialized.
+    is initialized. `missing_given` says what happens to parameters that `init_from` does not have.
 
     Raises:
       UsageError: The parameters do not fit the model; see `Program.init_from` and `load_hf`.
@@ -108,7 +109,7 @@ def initial_state(
     key = jax.random.key(config.seed)
     directory = config.model.get("from_hf", "")
     # Neither has LoRA adapters, so these are initialized.
-    missing: Missing = "init" if config.model.get("lora") else "error"
+    missing: Missing = "init" if config.model.get("lora") else missing_given
     if init_from is not None:
         try:
             return program.init_from(init_from, key, missing=missing)

@@ -32,10 +32,19 @@ SKIPPED = "skipped_steps"
 
 
 class NonFiniteError(Exception):
-    """The loss or a gradient is infinite or NaN in the step `step`, counted from 1."""
+    """The loss or a gradient is infinite or NaN in the step `step`, counted from 1.
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"the loss or a gradient of step {step} is not finite")
+    If `is_empty`, the step had nothing to learn: the weights of its examples are all 0, so its loss
+    is 0 / 0.
+    """
+
+    def __init__(self, step: int, *, is_empty: bool = False) -> None:
+        super().__init__(
+            f"step {step} had nothing to learn, because the count of its loss is 0: all examples "
+            "are masked"
+            if is_empty
+            else f"the loss or a gradient of step {step} is not finite"
+        )
         self.step = step
 
 
@@ -115,6 +124,13 @@ class Recorder:
         while self._queue:
             self._fetch_oldest()
 
+    def drop(self, split: str) -> None:
+        """Forgets the metrics of `split` that are not reported yet, of an unfinished evaluation."""
+        kept = [entry for entry in self._queue if entry[0] != split]
+        self._queue.clear()
+        self._queue.extend(kept)
+        self._totals.pop(split, None)
+
     @contextlib.contextmanager
     def leave_out(self) -> Iterator[None]:
         """Leaves the time in this context out of the rates, because the device idles."""
@@ -143,8 +159,11 @@ class Recorder:
     def _fetch_oldest(self) -> None:
         split, step, device_metrics, report, rate = self._queue.popleft()
         metrics: dict[str, Any] = fetch_metrics(device_metrics)
+        # Without this metric `config.training.on_nonfinite` is "ignore".
+        is_ignored = NONFINITE not in metrics
         is_nonfinite = bool(metrics.pop(NONFINITE, (0.0, 1.0))[0])
-        is_fatal = is_nonfinite and not self.skips_nonfinite
+        is_empty = split == "train" and not is_ignored and not metrics.get("loss", (0, 1))[1]
+        is_fatal = (is_nonfinite or is_empty) and not self.skips_nonfinite
         if is_nonfinite and self.skips_nonfinite:
             self._skipped += 1
             metrics = dict.fromkeys(metrics, (0.0, 0.0))
@@ -162,7 +181,7 @@ class Recorder:
         if report or is_fatal:
             self._report(split, step, rate)
         if is_fatal:
-            raise NonFiniteError(step)
+            raise NonFiniteError(step, is_empty=is_empty and not is_nonfinite)
 
     def _report(self, split: str, step: int, rate: Any) -> None:
         means = self.derive(split, mean_metrics(self._totals.pop(split)))

@@ -17,7 +17,6 @@ from manualpar.core.mesh.mesh import describe_links, describe_mesh
 from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
-from manualpar.data import BatchStream, evaluated
 from manualpar.data.dataset import SPLITS
 from manualpar.errors import UsageError
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
@@ -174,7 +173,9 @@ def _run(
     if restored:
         state = restored.state
     else:
-        state = initial_state(config, program, init_from=task.init_from, report=say)
+        state = initial_state(
+            config, program, init_from=task.init_from, missing_given=task.missing, report=say
+        )
     with contextlib.ExitStack() as stack:
         trackers, failure = [], ""
         try:
@@ -279,19 +280,17 @@ def _no_lock() -> None:
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
     """Prints the mesh, the compiler options, the layout, and the coverage of the replica check."""
     debug, program = experiment.config.debug, experiment.program
-    mesh, dataset = program.mesh, experiment.task.dataset
+    mesh = program.mesh
     print_line(console, f"mesh: {_describe_mesh(mesh)}")
     if chosen := str(experiment.chosen):
         print_line(console, f"compiler options: {chosen}")
     if choice := program.layer_choice:
         print_line(console, f"layers: {choice}")
-    for name in ("eval", "test"):
-        split = getattr(dataset, name)
-        if split is None or isinstance(split, BatchStream):
-            continue
-        if (used := evaluated(split, experiment.config.data.batch_size)) < len(split):
-            words = f"{name}: {used} of {len(split)} examples are used, those of full batches"
-            print_line(console, f"{words}, because examples without a mask cannot be padded")
+    for name in SPLITS:
+        split = getattr(experiment.task.dataset, name)
+        if count := getattr(split, "unlearned", 0):
+            words = f"{name}: {count} examples are left out, because nothing of them is learned"
+            print_line(console, f"{words} when they are cut to {split.sequence_length} tokens")
     console.print(layout_table(program), soft_wrap=True)
     for axis in _unused_axes(program):
         words = f"nothing is divided over the mesh axis {axis!r}"

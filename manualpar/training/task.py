@@ -18,14 +18,13 @@ import numpy as np
 import optax
 
 from manualpar.core.model.loss_function import LossFn
+from manualpar.core.program.load_state import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized
 from manualpar.data import (
-    BatchStream,
     ClassificationDataset,
     Dataset,
     LanguageDataset,
-    evaluated,
     load_dataset,
 )
 from manualpar.errors import naming_arguments
@@ -108,6 +107,7 @@ class Task(Summarized):
       hooks: Hooks of the run, see `manualpar.training.hooks`.
       init_from: The parameters to begin with, as `Program.init_from` takes them; `None` to
         initialize them.
+      missing: What happens to parameters that `init_from` does not have, as in `Program.init_from`.
     """
 
     dataset: Dataset
@@ -122,6 +122,7 @@ class Task(Summarized):
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     hooks: Sequence[Any] = ()
     init_from: Any = None
+    missing: Missing = "error"
 
 
 def make_task(config: ml_collections.ConfigDict) -> Task:
@@ -258,20 +259,6 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         derive=derive,
         sample=sample if config.sample.num_tokens else None,
     )
-
-
-def check_evaluated(config: ml_collections.ConfigDict, task: Task) -> None:
-    """Refuses splits for evaluation that can neither fill a batch nor be padded to one."""
-    for name in ("eval", "test"):
-        split = getattr(task.dataset, name)
-        if split is None or isinstance(split, BatchStream):
-            continue
-        if not evaluated(split, config.data.batch_size):
-            raise ValueError(
-                f"data: {name!r} has {len(split)} examples without a mask and "
-                f"config.data.batch_size is {config.data.batch_size}, expected at least as many "
-                "examples; or make each a Batch(inputs, labels, mask), which can be padded."
-            )
 
 
 def splits_layers(config: ml_collections.ConfigDict) -> bool:

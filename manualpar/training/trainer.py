@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 
 from manualpar.core.program.parameter_average import ema_params
+from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
-from manualpar.data import BatchStream, evaluation_batches, train_batches
+from manualpar.data import Batches, BatchStream, evaluation_batches, train_batches
 from manualpar.system.cluster import UNWATCHED, Cluster
 from manualpar.system.cluster.agreement import gather_in_first
 from manualpar.training.checkpoints import Checkpoints
@@ -97,6 +98,8 @@ class Trainer:
           NonFiniteError: The loss or a gradient is not finite. There is no checkpoint of that step
             or of a later one.
           ReplicaError: Copies of the state differ. All steps before the check were reported first.
+          Exception: The data or a hook raised it. The current step was first reported and saved, if
+            there is only one process.
         """
         config = self.experiment.config
         if config.debug.check_replicas_every:
@@ -151,10 +154,13 @@ class Trainer:
             for each in self._actions:
                 if each.at_start:
                     each.action(state, position)
-        with contextlib.closing(self.read_from(position.examples)) as batches:
+        with contextlib.ExitStack() as stack:
+            batches = stack.enter_context(contextlib.closing(self.read_from(position.examples)))
+            stack.push(lambda _, error, __: self._save_before(error, state, position))
             while position.step < num_steps:
                 self.cluster.enter("reading a batch")
-                batch = next(batches)
+                with self.hooks.user_code():
+                    batch = next(batches)
                 step = position.step + 1
                 position = Position(step, position.examples + config.data.batch_size)
                 # All processes must enter the same number of phases, so a process that does not
@@ -164,6 +170,7 @@ class Trainer:
                 self.profiler.before(step, state)
                 call = self.experiment.program.step_at(step)
                 state, metrics = self.recorder.screen.call("training step", call, state, batch)
+                metrics = _of_one_copy(metrics, batches.copies)
                 self.times.at(step)
                 self.profiler.after(step, state)
                 self.cluster.enter(BETWEEN_STEPS)
@@ -178,7 +185,7 @@ class Trainer:
                         each.action(state, position)
         return state
 
-    def read_from(self, examples: int) -> Any:
+    def read_from(self, examples: int) -> Batches:
         """Returns an endless iterator of batches after the first `examples` examples; close it."""
         config = self.experiment.config
         return train_batches(
@@ -188,7 +195,13 @@ class Trainer:
             sharding=self.experiment.program.batch_sharding,
             start_position=examples,
             prefetch=config.data.prefetch,
+            multiple=self._multiple,
         )
+
+    @property
+    def _multiple(self) -> int:
+        """The number that has to divide the examples of a batch."""
+        return self.experiment.division.devices * self.experiment.division.minibatches
 
     def _run_and_roll_back(self, state: TrainState, position: Position) -> TrainState:
         """Runs the loop; after a non-finite loss or gradient, rolls back if the config allows it.
@@ -274,18 +287,51 @@ class Trainer:
             config.data.batch_size,
             program.batch_sharding,
             max_batches=config.training.eval_batches if split == "eval" else 0,
+            multiple=self._multiple,
         )
         waiting: Any = None
         self.cluster.enter("evaluating")
         if config.optimizer.ema_decay:
             state = ema_params(state)
-        for batch in batches:
+        while True:
+            try:
+                with self.hooks.user_code():
+                    batch = next(batches, None)
+            except Exception:
+                self.recorder.drop(split)
+                raise
+            if batch is None:
+                break
             self.cluster.enter("evaluating")
             if waiting is not None:
                 self.recorder.put(split, step, waiting, report=False)
             waiting = self.recorder.screen.call("evaluation step", program.eval_step, state, batch)
+            waiting = _of_one_copy(waiting, batches.copies)
             self.detector.beat(step)
         self.recorder.put(split, step, waiting, report=True)
+
+    def _save_before(
+        self, error: BaseException | None, state: TrainState, position: Position
+    ) -> None:
+        """Saves the state before an error of the user's code ends the run.
+
+        Several processes do not agree on such an error, so they cannot save together.
+        """
+        is_saved = not self.experiment.config.checkpoint.every_steps or not position.step
+        if error is None or error is not self.hooks.error or is_saved:
+            return
+        if self.cluster.num_processes > 1:
+            return
+        step = position.step
+        try:
+            self._wait_for_checkpoint()
+            if self.checkpoints.latest_step() != step:
+                self.save(state, position)
+                self._wait_for_checkpoint()
+        except Exception as failure:
+            error.add_note(f"The state after step {step} is not saved: {failure}")
+        else:
+            self.report(f"the state after step {step} is saved, because the user's code failed")
 
     def _save_or_stop(self, state: TrainState, position: Position) -> None:
         """Saves if a save is due, and ends the loop if the run was asked to stop."""
@@ -359,6 +405,11 @@ class Trainer:
                 metrics=self.recorder.latest("eval"),
             )
         self._saving.append(position.step)
+
+
+def _of_one_copy(metrics: Metrics, copies: int) -> Metrics:
+    """Returns the metrics of a batch that has each of its examples `copies` times."""
+    return metrics if copies == 1 else jax.tree.map(lambda x: x / copies, metrics)
 
 
 @contextlib.contextmanager

@@ -87,13 +87,26 @@ def test_examples_that_are_too_long_need_a_decision():
         _pack(lengths, 16)
     dropped = _pack(lengths, 16, long_examples="drop")
     assert sorted(dropped.order) == [0, 2]
-    cut = _pack(lengths, 16, long_examples="cut")
+    tokens, lengths = _examples(lengths)
+    options = {"vocab_size": 10**6, "padding": PADDING, "long_examples": "cut", "name": "them"}
+    cut = pack(tokens | LEARNED, lengths, sequence_length=16, **options)
     assert sorted(cut.order) == [0, 1, 2, 3]
     assert sorted(np.count_nonzero(cut[i].inputs["documents"]) for i in range(len(cut))) == [
         *(2, 16, 16, 16)
     ]
     with pytest.raises(ValueError, match=r"and all examples of them are longer; expected at leas"):
         _pack([30, 40], 16, long_examples="drop")
+
+
+def test_examples_of_which_nothing_is_learned_after_a_cut_are_left_out():
+    tokens = np.arange(30, dtype=np.uint32)
+    tokens[[9, 17, 29]] |= LEARNED  # Labels 9, 7 and 9 of three examples of ten tokens.
+    options = {"vocab_size": 10**6, "padding": PADDING, "long_examples": "cut", "name": "them"}
+    lengths = np.full(3, 10, np.uint32)
+    split = pack(tokens, lengths, sequence_length=7, **options)
+    assert (split.order.tolist(), split.unlearned, len(split)) == ([1], 2, 1)
+    with pytest.raises(ValueError, match=r"which cuts away all that is learned of them; .* 9\."):
+        pack(tokens, lengths, sequence_length=6, **options)
 
 
 def test_a_token_out_of_the_vocabulary_is_damage():

@@ -15,7 +15,6 @@ from manualpar.data import (
     ExampleSplit,
     abstract_batch,
     as_dataset,
-    evaluated,
     evaluation_batches,
     train_batches,
 )
@@ -109,27 +108,105 @@ def test_examples_by_number_have_the_dtypes_of_jax():
     assert (batch["x"].shape, batch["y"].shape) == ((SIZE, 3), (SIZE,))
 
 
-def test_training_reads_every_example_and_evaluation_only_what_can_be_padded():
+def test_training_and_evaluation_read_every_example():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     plain = as_dataset(Examples(10)).train
     batches = train_batches(plain, seed=0, batch_size=SIZE, sharding=sharding)
     read = [int(i) for x in itertools.islice(batches, 5) for i in x["y"]]
     assert sorted(read[:10]) == sorted(read[10:]) == list(range(10))
-    evaluation = [x["y"].tolist() for x in evaluation_batches(plain, SIZE, sharding)]
-    assert evaluation == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert evaluated(plain, SIZE) == 8
+    smaller = {2: ([8, 9], 1), 4: ([8, 9, 8, 9], 2)}
+    for multiple, (last, copies) in smaller.items():
+        batches = evaluation_batches(plain, SIZE, sharding, multiple=multiple)
+        assert [x["y"].tolist() for x in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], last]
+        assert batches.copies == copies
     masked = as_dataset(Examples(10, lambda i: Batch(np.float32(i), i, np.float32(1)))).train
     masks = [x.mask.tolist() for x in evaluation_batches(masked, SIZE, sharding)]
     assert masks == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]]
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_smaller_last_batch_of_a_stream_is_padded_or_has_copies(masked):
+    def read():
+        for start in (0, 4, 8):
+            y = np.arange(start, min(start + SIZE, 11))
+            yield Batch(y, y, np.ones(len(y), np.float32)) if masked else {"y": y}
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    split = as_dataset(lambda: read()).train
+    batches = train_batches(split, seed=0, batch_size=SIZE, sharding=sharding, multiple=2)
+    read_batches = [(next(batches), batches.copies) for _ in range(4)]
+    assert [copies for _, copies in read_batches] == [1, 1, 1 if masked else 2, 1]
+    last, again = read_batches[2][0], read_batches[3][0]
+    if masked:
+        assert (last.labels.tolist(), last.mask.tolist()) == ([8, 9, 10, 0], [1, 1, 1, 0])
+    else:
+        assert last["y"].tolist() == [8, 9, 10, 8, 9, 10]
+        assert again["y"].tolist() == [0, 1, 2, 3]
+
+
 def test_a_batch_may_have_scalars_and_a_pair_of_arrays():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     batch = [np.ones((SIZE, 2)), np.zeros(SIZE, np.int32), np.float32(0.5)]
-    stream = as_dataset([batch]).train
+    stream = as_dataset(lambda: [batch]).train
     placed = next(train_batches(stream, seed=0, batch_size=SIZE, sharding=sharding))
     assert [x.shape for x in placed] == [(SIZE, 2), (SIZE,), ()]
     assert [x.shape for x in abstract_batch(stream, SIZE)] == [(SIZE, 2), (SIZE,), ()]
+
+
+X, Y = np.arange(24, dtype=np.float32).reshape(12, 2), np.arange(12, dtype=np.int32)
+
+
+def _generator():
+    yield {"x": X[:SIZE], "y": Y[:SIZE]}
+    yield {"x": X[SIZE:8], "y": Y[SIZE:8]}
+
+
+def _torch_loader():
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    return DataLoader(TensorDataset(torch.tensor(X).bfloat16(), torch.tensor(Y)), batch_size=SIZE)
+
+
+# Data, whether it is examples by number, and what `reading` says of it.
+FORMS = {
+    "pair": (lambda: (X, Y), True, ""),
+    "dict": (lambda: {"x": X, "y": Y}, True, ""),
+    "dict of a split": (lambda: {"train": {"x": X, "y": Y.tolist()}}, True, ""),
+    "batch of all": (lambda: Batch(X, Y), True, ""),
+    "pair of trees": (lambda: ({"a": X, "b": X}, Y), True, ""),
+    "list of examples": (
+        lambda: [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)],
+        True,
+        "a list of 12 examples, the first is ['x'] float32[2], ['y'] int32[]; for batches",
+    ),
+    "list of lists": (lambda: [([1.0, 2.0, 3.0], [1, 0])] * 5, True, "a list of 5 examples"),
+    "list of batches": (
+        lambda: list(_generator()),
+        False,
+        "'train' is a list of 2 batches of 4 examples; for examples pass",
+    ),
+    "items that are batches": (
+        lambda: Examples(3, lambda i: next(_generator())),
+        True,
+        "'train' has len() and [i], so it is read as 3 examples, the first is ['x'] float32[4, 2]",
+    ),
+    "generator function": (lambda: _generator, False, ""),
+    "torch loader": (_torch_loader, False, ""),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_data_is_read_as_its_owner_means_or_its_reading_is_said(name: str):
+    make, is_examples, reading = FORMS[name]
+    split = as_dataset(make()).train
+    assert isinstance(split, ExampleSplit if is_examples else BatchStream)
+    assert (reading in split.reading) if reading else not split.reading
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    batches = train_batches(split, seed=0, batch_size=SIZE, sharding=sharding)
+    assert {len(x) for x in jax.tree.leaves(next(batches))} == {SIZE}
+    if isinstance(split, BatchStream):
+        assert _numbers(split.read_from(3), 1), "a function is called again for each epoch"
 
 
 def test_a_fingerprint_follows_the_examples():
@@ -148,7 +225,17 @@ def _read(data, batch_size=SIZE):
 
 REFUSED = [
     (lambda: as_dataset(3), TypeError, "'train' is a int, expected examples by number"),
-    (lambda: as_dataset({"x": [1]}), ValueError, "data has 'x', expected the splits"),
+    (lambda: as_dataset({"trian": Again(1)}), ValueError, "data has 'trian', expected the splits"),
+    (lambda: as_dataset((X, Y[1:])), ValueError, r"arrays of 'train' have lengths \[11, 12\]"),
+    (lambda: as_dataset([X, Y]), ValueError, r"a list of the arrays .*pass the tuple \(X, Y\)"),
+    (
+        lambda: as_dataset([{"x": X}, {"x": X[1:]}, {"x": X}]),
+        ValueError,
+        "item 1 has 11, exp",
+    ),
+    (lambda: as_dataset(lambda number: Again(number)), TypeError, "takes .number., expected one"),
+    (lambda: as_dataset(lambda: 3), TypeError, "function of 'train' returned a int, expected"),
+    (lambda: _read(lambda: iter([{"y": 3}])), ValueError, r"is \['y'\] int32\[\], expected arrays"),
     (lambda: as_dataset({"eval": Again(1)}), ValueError, "expected 'train' among them"),
     (lambda: as_dataset(Examples(0)), ValueError, "'train' has no examples"),
     (
@@ -167,13 +254,19 @@ REFUSED = [
         r"is float32\[\d\], expected float32\[0\], as train\[0\] has; pad or crop it",
     ),
     (lambda: _read(Again(1), 5), ValueError, "a batch has 4 rows, expected the batch size 5"),
-    (lambda: _read([(np.ones(3), np.ones(4))]), ValueError, r"have \[3, 4\] rows"),
+    (lambda: _read(lambda: [(np.ones(3), np.ones(4))]), ValueError, r"have \[3, 4\] rows"),
     (
         lambda: _read([{"x": np.ones(SIZE)}, {"x": np.ones(SIZE, np.int32)}]),
         ValueError,
         "batch 1 of 'train'",
     ),
     (lambda: _read([{"x": np.ones(SIZE)}, {"z": np.ones(SIZE)}]), ValueError, "as the first has"),
+    (
+        lambda: as_dataset((X, Y.astype(np.int64) + 2**40)),
+        ValueError,
+        r"train\[0\]\[1\] has the int64 1099511627776, expected integers that fit int32",
+    ),
+    (lambda: _read(lambda: [{"id": Y[:4].astype(np.uint64) - 1}]), ValueError, "has the uint64"),
     (lambda: _read([]), DataEndedError, "'train' ended before the first batch"),
 ]
 

@@ -233,15 +233,63 @@ def test_a_config_names_a_function_that_makes_the_task(tmp_path: Path, monkeypat
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_an_error_of_a_hook_ends_the_call_and_reaches_every_hook(tmp_path: Path):
-    class Failing:
-        def on_step(self, step, state):
-            raise RuntimeError("mine")
+def test_a_smaller_last_batch_and_every_example_of_an_evaluation_count_as_in_plain_flax(tmp_path):
+    examples = [Examples(0, 64)[i] for i in range(64)]
+    rows = [slice(0, 16), slice(16, 32), slice(32, 35)]  # Eight devices do not divide the last.
+    batches = [jax.tree.map(lambda *x: np.stack(x), *examples[some]) for some in rows]
+    data = {"train": batches, "test": batches}
+    params = Net().init(jax.random.key(7), batches[0]["x"])["params"]
+    config = {**FEW, "training.num_steps": 4, "training.eval_every_steps": 0}
+    given = {"init_from": params, "options": OPTIONS, "workdir": tmp_path}
+    done = fit(
+        Net(), loss_fn, data, optax.sgd(0.5), {**config, "training.log_every_steps": 4}, **given
+    )
 
-    diary = Diary()
+    loss = jax.jit(jax.value_and_grad(lambda p, b: loss_fn(p, Net().apply, b, None)[0]))
+    losses = []
+    for batch in [*batches, batches[0]]:
+        value, grads = loss(params, batch)
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+        losses.append((float(value) * len(batch["y"]), len(batch["y"])))
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(done.state.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    sums, counts = zip(*losses, strict=True)
+    np.testing.assert_allclose(done.metrics["train"]["loss"], sum(sums) / sum(counts), rtol=1e-5)
+    every = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    np.testing.assert_allclose(done.metrics["test"]["loss"], loss(params, every)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["on_step", "on_metrics", "train", "eval"])
+def test_an_error_of_the_users_code_ends_a_run_that_has_saved_its_state(where, tmp_path: Path):
+    class Failing(Diary):
+        def on_step(self, step, state):
+            if where == "on_step" and step == 3:
+                raise RuntimeError("mine")
+
+        def on_metrics(self, step, split, values):
+            if where == "on_metrics" and split == "train":
+                raise RuntimeError("mine")
+
+    class Reading:
+        reads = 0
+
+        def __iter__(self):
+            self.reads += 1
+            batches = list(Batches())
+            yield from batches[:3]
+            if where == "train" or (where == "eval" and self.reads > 1):
+                raise RuntimeError("mine")
+
+    data = {"train": list(Batches()), **({where: Reading()} if where in ("train", "eval") else {})}
+    diary, rare = Diary(), {"checkpoint__every_steps": 100, "training__eval_every_steps": 3}
     with pytest.raises(RuntimeError, match="mine") as raised:
-        _fit(Examples(0, 40), tmp_path, None, [Failing(), diary])
-    assert diary.lines == [("end", raised.value, 0)]
+        _fit(data, tmp_path, None, [Failing(), diary], **rare)
+    # The metrics of step 2 are fetched after step 4.
+    step = 4 if where == "on_metrics" else 3
+    assert diary.lines[-2:] == [("checkpoint", step, str(step)), ("end", raised.value, 0)]
+    saved = read_extra(tmp_path / "checkpoints" / str(step))
+    assert saved["position"] == step * ROWS
+    assert "eval" not in saved["recorder"]["totals"], "an evaluation goes on in a resumed run"
 
 
 def test_a_second_run_with_the_same_processes_is_refused_before_it_starts(tmp_path: Path):
@@ -255,8 +303,12 @@ def test_a_second_run_with_the_same_processes_is_refused_before_it_starts(tmp_pa
 
 def test_an_axis_over_which_nothing_is_divided_is_named(tmp_path: Path, capsys):
     mesh = {"data": 2, "replica": 2, "model": 2}
-    config = {**FEW, "training.num_steps": 1, "parallel.mesh": mesh, "parallel.strategy": "hsdp"}
-    fit(Net(), loss_fn, Examples(0, 40), config=config, options=OPTIONS, workdir=tmp_path)
+    few = {"parallel.min_weight_size": 16}
+    short = {"steps": 1, "batch_size": ROWS, "mesh": mesh, "strategy": "hsdp"}
+    done = fit(
+        Net(), loss_fn, Examples(0, 40), config=few, options=OPTIONS, workdir=tmp_path, **short
+    )
+    assert (int(done.state.step), done.program.strategy.name) == (1, "hsdp")
     shown = [line for line in capsys.readouterr().out.splitlines() if "divided" in line]
     [line] = shown
     assert line.startswith("nothing is divided over the mesh axis 'model'")
@@ -267,9 +319,13 @@ def test_a_training_begins_with_given_parameters(tmp_path: Path):
     params = Net().init(jax.random.key(7), batch["x"])["params"]
     given = {"optimizer": None, "options": OPTIONS, "init_from": params, "workdir": tmp_path}
     config = {**FEW, "training.num_steps": 1, "optimizer.learning_rate": 0.0}
-    done = fit(Net(), loss_fn, [batch], config=config, **given)
-    assert _same(params, jax.device_get(done.program.whole(done.state)["params"]))
-    wrong = {**given, "init_from": {"Dense_0": params["Dense_0"]}, "workdir": tmp_path / "wrong"}
+    some = {"Dense_0": params["Dense_0"]}
+    done = fit(
+        Net(), loss_fn, [batch], config=config, **{**given, "init_from": some}, missing="init"
+    )
+    whole = jax.device_get(done.program.whole(done.state)["params"])
+    assert _same(some["Dense_0"], whole["Dense_0"])
+    wrong = {**given, "init_from": some, "workdir": tmp_path / "wrong"}
     with pytest.raises(UsageError, match=r"init_from: .*Dense_1"):
         fit(Net(), loss_fn, [batch], config=config, **wrong)
 
@@ -292,9 +348,23 @@ def test_a_field_that_does_not_fit_is_refused(config, words, tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+MISTAKES = [
+    (dict(num_steps=3), TypeError, "no argument 'num_steps'; the nearest one is steps="),
+    (dict(batchsize=3), TypeError, "no argument 'batchsize'; the nearest one is batch_size="),
+    (dict(ema_decay=0.9), TypeError, "nearest one is config={'optimizer.ema_decay': ...}"),
+    (dict(steps=3), ValueError, r"steps is 3 and config\['training.num_steps'\] is 8"),
+    (dict(learning_rate=0.2), ValueError, "'optimizer.learning_rate' and an optimizer is given"),
+    (dict(missing="init"), ValueError, "missing is 'init' and init_from is None"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), MISTAKES)
+def test_a_misspelt_or_contradictory_argument_is_refused(arguments, kind, words):
+    with pytest.raises(kind, match=words):
+        fit(Net(), loss_fn, Examples(0, 40), optax.sgd(0.1), FEW, **arguments)
+
+
 def test_what_cannot_be_evaluated_or_called_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="'eval' has 3 examples without a mask"):
-        _fit({"train": Examples(0, 40), "eval": Examples(0, 3)}, tmp_path)
     with pytest.raises(TypeError, match="hooks has the class Diary, expected an instance"):
         _fit(Examples(0, 40), tmp_path, None, [Diary])
     with pytest.raises(TypeError, match="which has none of the methods on_step"):

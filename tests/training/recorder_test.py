@@ -161,6 +161,18 @@ def test_a_step_that_is_not_finite_is_reported_and_raised():
     assert math.isnan(metrics["loss"])
 
 
+def test_a_step_whose_weights_are_all_zero_has_nothing_to_learn():
+    recorder = _recorder(Reports())
+    recorder.put("eval", 0, {"loss": (0, 0)}, report=True)
+    recorder.put("train", 1, {"loss": (0, 0), "nonfinite": (0, 8)}, report=False)
+    with pytest.raises(NonFiniteError, match="step 1 had nothing to learn, because the count of"):
+        recorder.drain()
+    for options, metrics in (({"skips_nonfinite": True}, {"nonfinite": (0, 8)}), ({}, {})):
+        recorder = _recorder(Reports(), **options)
+        recorder.put("train", 1, {"loss": (0, 0), **metrics}, report=False)
+        recorder.drain()
+
+
 def test_a_skipped_step_is_counted_and_leaves_the_mean_alone():
     reports = Reports()
     recorder = _recorder(reports, skips_nonfinite=True)

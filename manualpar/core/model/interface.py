@@ -200,6 +200,11 @@ class ModelInterface(abc.ABC):
         del batch, init_args
         return (), {}
 
+    def first_call(self, loss_fn: Callable[..., Any], batch: Batch) -> InitArgs | None:
+        """Returns `init_args` that call the model as a loss does; `None` if they are not needed."""
+        del loss_fn, batch
+        return None
+
     def check(self, trace: Callable[["ModelInterface"], None]) -> None:
         """Refuses a model that would compute wrong results on the mesh.
 

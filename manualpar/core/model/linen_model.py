@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import flax.linen as nn
+import jax
 from flax.errors import InvalidRngError
 
 from manualpar.core.model.evaluation import (
@@ -45,8 +46,12 @@ from manualpar.core.trees import Batch, Variables
 # Makes the arguments for a model's initialisation from a batch.
 #
 # The model is called with `batch.inputs`, or with the arguments that the user's `init_args`
-# returns; switches such as `train` are added. A call that does not fit the method is refused, and
+# returns. A batch without `.inputs` and `init_args` is given to the loss, to see how it calls the
+# model. Switches such as `train` are added. A call that does not fit the method is refused, and
 # the error shows the `init_args` to write.
+
+# Arguments of `apply` that are not the method's.
+OF_APPLY = ("rngs", "mutable", "capture_intermediates")
 
 
 def initial_call(
@@ -64,7 +69,8 @@ def initial_call(
     if init_args is None and not hasattr(batch, "inputs"):
         raise TypeError(
             f"batch is a {type(batch).__name__}, expected one with .inputs, such as "
-            "manualpar.Batch. Or name the arguments of the model's call: "
+            "manualpar.Batch, or a loss that calls the model before it reads parameters. Or name "
+            "the arguments of the model's call: "
             f"{_example(signature_of(module, None))}."
         )
     args, kwargs = _checked_pair(init_args(batch)) if init_args else ((batch.inputs,), {})
@@ -92,6 +98,43 @@ def initial_call(
             f"{signature}. Make the arguments of the call from the batch: {_example(signature)}."
         ) from error
     return args, {**kwargs, **switches}
+
+
+class _FirstCallError(Exception):
+    """Leaves a loss at its first call of the model."""
+
+
+def first_call(module: Any, loss_fn: Callable[..., Any], batch: Batch) -> InitArgs | None:
+    """Returns `init_args` that make the arguments of the first call of a module in a loss.
+
+    The result is `None` if the loss fails before, as with parameters that it reads itself, or if
+    the call is within a transformation such as `jax.checkpoint`.
+    """
+
+    def init_args(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def apply_fn(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            del variables
+            found.append((args, kwargs))
+            raise _FirstCallError
+
+        with contextlib.suppress(_FirstCallError):
+            loss_fn({}, apply_fn, batch, jax.random.key(0))
+        [(args, kwargs)] = found
+        method = kwargs.get("method")
+        kwargs = {name: x for name, x in kwargs.items() if name not in (*EVAL_SWITCHES, *OF_APPLY)}
+        return overrule(signature_of(module, method), args, kwargs, EVAL_SWITCHES)
+
+    def arrays(batch: Batch) -> list[Any]:
+        return [x for x in jax.tree.leaves(init_args(batch)) if isinstance(x, jax.Array)]
+
+    try:
+        consts = jax.make_jaxpr(arrays)(batch).consts
+    except Exception:  # Any error of the user's loss; `initial_call` then says what to write.
+        return None
+    # Arrays that exist only within a transformation become constants.
+    return None if any(isinstance(x, jax.core.Tracer) for x in consts) else init_args
 
 
 def _required(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
@@ -159,6 +202,10 @@ class LinenModel(ModelInterface):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments that initialise the module, see `call_arguments.initial_call`."""
         return initial_call(self.module, batch, init_args)
+
+    def first_call(self, loss_fn: Callable[..., Any], batch: Batch) -> InitArgs | None:
+        """Returns `init_args` that call the module as a loss does, see `first_call`."""
+        return first_call(self.module, loss_fn, batch)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Calls `module.init` with the interceptors; returns the variables by collection."""

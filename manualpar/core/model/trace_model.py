@@ -625,13 +625,16 @@ def trace_model(
     interface = _interface_of(strategy, model, mode, options)
     loss_fn = interface.adapt_loss(loss_fn)
     trainable = tuple(options["trainable"] or interface.trainable)
+    init_args = options["init_args"]
+    if init_args is None and not hasattr(batch, "inputs"):
+        init_args = interface.first_call(loss_fn, batch)
     with recording_sows() as sown:
         init, variables = initialisation(
             interface,
             batch,
             batch_specs,
             mode,
-            init_args=options["init_args"],
+            init_args=init_args,
             cast=functools.partial(_cast, stored_dtypes, trainable),
         )
     if not jax.tree.leaves(variables["params"]):
@@ -640,7 +643,7 @@ def trace_model(
     tracer = LossTracer(interface, loss_fn, variables, batch, batch_specs=batch_specs, mode=mode)
 
     def init_with(batch: Any) -> Any:
-        return init_variables(interface, jax.random.key(0), batch, options["init_args"])
+        return init_variables(interface, jax.random.key(0), batch, init_args)
 
     def check_shapes(collections: Any) -> None:
         if jax.tree.leaves(collections):
@@ -648,7 +651,7 @@ def trace_model(
             check_shapes_of_collections(strategy, collections, init_with, whole=batch, part=part)
 
     try:
-        tracer.find_collections(options["init_args"])
+        tracer.find_collections(init_args)
     except Exception:  # The shapes may be the cause; otherwise this error is the model's own.
         check_shapes({name: tree for name, tree in variables.items() if name != "params"})
         raise

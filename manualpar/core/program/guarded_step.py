@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
@@ -76,6 +76,8 @@ class GuardedStep(OutsideMeshes):
         self.is_limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._name, self._check_state, self._abstract = name, check_state, abstract
         self._is_first = True
+        self._mesh = mesh
+        self._devices = frozenset(mesh.devices.flat)
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         # A weak reference, because a strong reference would keep the state's memory allocated.
         self._known: Any = lambda: None
@@ -89,6 +91,7 @@ class GuardedStep(OutsideMeshes):
             if is_state and self._abstract is not None:
                 state = _with_placed_leaves(state, self._abstract)
         check_alive(self._name, batch=batch)
+        batch = self._on_mesh(batch)
         try:
             with no_mesh():
                 out = self.jitted(state, batch)
@@ -103,6 +106,34 @@ class GuardedStep(OutsideMeshes):
         if self.is_limited:
             self._wait_for_earlier(jax.tree.leaves(metrics)[0])
         return out
+
+    def _on_mesh(self, batch: Batch) -> Batch:
+        """Moves arrays that were put on other devices; refuses integers that become others."""
+        if not any(map(self._is_elsewhere, leaves := jax.tree.leaves(batch))):
+            if any(isinstance(x, np.ndarray | np.generic) for x in leaves):
+                check_integers(f"{self._name}: batch", batch)
+            return batch
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+
+        def move(path: Any, x: Any) -> Any:
+            if not self._is_elsewhere(x):
+                return x
+            if jax.process_count() > 1:
+                raise ValueError(
+                    f"{self._name}: batch{jax.tree_util.keystr(path)} is on "
+                    f"{_show_sharding(x.sharding)}, expected the {len(self._devices)} devices of "
+                    "the program's mesh. Use jax.make_array_from_process_local_data("
+                    "program.batch_sharding, rows)."
+                )
+            return jax.device_put(x, everywhere)
+
+        return jax.tree.map_with_path(move, batch)
+
+    def _is_elsewhere(self, x: Any) -> bool:
+        """Returns whether a leaf was put on other devices than those of the mesh."""
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
+            return False
+        return x.sharding.device_set != self._devices
 
     def _check_first(self, off: Any) -> None:
         """Refuses a loss in its first step if shares cannot be combined by one count."""
@@ -141,6 +172,25 @@ def check_alive(function: str, **trees: Any) -> None:
                     f"{function}: {name}{jax.tree_util.keystr(path)} has been deleted, expected "
                     f"arrays that are alive: {_MENDS.get(name, _MENDS['state'])}"
                 )
+
+
+def check_integers(name: str, tree: Any) -> None:
+    """Refuses integers that do not fit the 32 bits that JAX gives them by default."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu" or not x.size:
+            continue
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        if dtype.itemsize == x.dtype.itemsize:
+            continue
+        limits, found = np.iinfo(dtype), (int(x.min()), int(x.max()))
+        if found[0] < limits.min or found[1] > limits.max:
+            value = found[1] if found[1] > limits.max else found[0]
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} has the {x.dtype} {value}, expected integers "
+                f"that fit {dtype}, which JAX makes of them. Leave the field out; or map its "
+                "values to smaller numbers, such as by np.unique(x, return_inverse=True); or set "
+                "jax.config.update('jax_enable_x64', True)."
+            )
 
 
 def is_deleted(x: Any) -> bool:

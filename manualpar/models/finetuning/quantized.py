@@ -317,6 +317,11 @@ class WrappingInterface(ModelInterface):
         call: tuple[tuple[Any, ...], dict[str, Any]] = self.base.initial_call(batch, init_args)
         return call
 
+    def first_call(self, loss_fn: Callable[..., Any], batch: Any) -> InitArgs | None:
+        """Returns the first call in a loss, as the given model does."""
+        found: InitArgs | None = self.base.first_call(loss_fn, batch)
+        return found
+
     def called(self, base: Any) -> Any:
         """Returns a copy of the interface `base` with the module, phase and axes of `self`."""
         same = ("module", "phase", "axis_aliases", "loop_dims")

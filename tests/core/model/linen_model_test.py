@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.model.interface import interface_of
-from manualpar.core.model.linen_model import initial_call, replace_fields
+from manualpar.core.model.linen_model import first_call, initial_call, replace_fields
 from manualpar.core.model.trace_model import init_variables
 from tests.core.model.switched import Switched
 from tests.one_device import name_of, train_on_one_device, train_program
@@ -214,6 +214,33 @@ def test_a_model_is_initialised_with_the_inputs_and_told_not_to_train(model, kwa
 def test_init_args_say_how_a_model_is_called(call, expected):
     assert initial_call(Decoder(), {"any": "batch"}, lambda batch: call) == (call[0], expected)
     assert initial_call(Switched(), CALL_BATCH, lambda batch: ((1, True), {})) == ((1, True), {})
+
+
+def test_the_first_call_is_the_one_in_the_loss():
+    batch = {"a": jnp.ones((2, 3)), "b": jnp.zeros((2, 4))}
+
+    def loss_fn(params, apply_fn, batch, rng):
+        penalty = sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+        call = (batch["a"], 2 * batch["b"])
+        rngs = {"dropout": rng}
+        out, _ = apply_fn(
+            {"params": params}, *call, mask=None, train=True, rngs=rngs, mutable=["m"]
+        )
+        return out.mean() + penalty
+
+    init_args = first_call(Decoder(), loss_fn, batch)
+    (source, target), kwargs = initial_call(Decoder(), batch, init_args)
+    assert (source.shape, target.shape) == ((2, 3), (2, 4))
+    assert kwargs == {"mask": None, "train": False}
+    switched = first_call(Switched(), lambda p, apply_fn, b, r: apply_fn({}, b["a"], True), batch)
+    assert initial_call(Switched(), batch, switched)[0][1] is False
+
+    def within_remat(params, apply_fn, batch, rng):
+        return jax.checkpoint(lambda x: apply_fn({"params": params}, x))(batch["a"])
+
+    assert first_call(Silent(), within_remat, batch) is None
+    assert first_call(Silent(), lambda params, *_: params["kernel"].sum(), batch) is None
+    assert first_call(Silent(), lambda *_: 0.0, batch) is None
 
 
 def test_initialisation_is_that_of_plain_flax():

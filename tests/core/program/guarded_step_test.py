@@ -56,6 +56,22 @@ def test_it_is_used_like_the_jitted_function(devices8):
     assert "add" in limited.lower(jnp.float32(1), jnp.float32(2)).as_text()
 
 
+def test_a_batch_of_other_devices_is_moved_and_other_integers_are_refused(devices8):
+    step = GuardedStep(
+        "eval_step",
+        jax.jit(lambda state, batch: {"loss": (state["w"] * batch["x"].sum(), 1)}),
+        make_mesh({"data": 4}, devices8[:4]),
+    )
+    everywhere = jax.sharding.NamedSharding(step._mesh, jax.sharding.PartitionSpec())
+    state = {"w": jax.device_put(jnp.float32(2), everywhere)}
+    for device in (devices8[0], devices8[7]):
+        loss = step(state, {"x": jax.device_put(jnp.arange(8), device)})["loss"][0]
+        assert float(loss) == 56
+    with pytest.raises(ValueError, match=r"eval_step: batch\['x'\] has the int64 -2147483649, "):
+        step(state, {"x": np.array([-(2**31) - 1, 3])})
+    assert float(step(state, {"x": np.array([-(2**31), 2**31 - 1])})["loss"][0]) == -2
+
+
 def test_a_metric_that_was_donated_does_not_stop_the_run(devices8):
     step = jax.jit(lambda state, batch: (state, {"loss": (batch + 1, 1)}))
     consume = jax.jit(lambda x: x + 1, donate_argnums=0)
