@@ -187,10 +187,11 @@ def fit(
 def _describe_misspelt(name: str) -> str:
     """Describes an argument that `fit` does not have, with the nearest argument or field."""
     arguments = [x for x in inspect.signature(fit).parameters if x != "misspelt"]
-    fields = {field: f"{short}=" for short, field in FIELD_OF.items()}
-    fields = dict.fromkeys(fields_of(_fill({}))) | fields | {x: f"{x}=" for x in arguments}
-    near = nearest(name, fields)
-    mend = fields[near] or f"config={{{near!r}: ...}}"
+    every: dict[str, str | None] = dict.fromkeys(fields_of(_fill({})))
+    every |= {field: f"{short}=" for short, field in FIELD_OF.items()}
+    every |= {x: f"{x}=" for x in arguments}
+    near = nearest(name, every)
+    mend = every[near] or f"config={{{near!r}: ...}}"
     return f"fit has no argument {name!r}; the nearest one is {mend}."
 
 

@@ -318,7 +318,8 @@ class Trainer:
         Several processes do not agree on such an error, so they cannot save together.
         """
         is_saved = not self.experiment.config.checkpoint.every_steps or not position.step
-        if error is None or error is not self.hooks.error or is_saved:
+        failed = self.hooks.error
+        if failed is None or failed is not error or is_saved:
             return
         if self.cluster.num_processes > 1:
             return
@@ -329,7 +330,7 @@ class Trainer:
                 self.save(state, position)
                 self._wait_for_checkpoint()
         except Exception as failure:
-            error.add_note(f"The state after step {step} is not saved: {failure}")
+            failed.add_note(f"The state after step {step} is not saved: {failure}")
         else:
             self.report(f"the state after step {step} is saved, because the user's code failed")
 

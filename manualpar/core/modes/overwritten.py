@@ -88,6 +88,9 @@ def overwritten_on_mesh(module: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     for name in _NAMES:
         value = getattr(module, name).value
         if missing := tuple(sorted(axes - varying_axes(value))):
-            cast = cast_with_max if value.dtype == fm32 else cast_to_varying
-            found[name] = types.SimpleNamespace(value=cast(value, missing))
+            if value.dtype == fm32:
+                value = cast_with_max(value, missing)
+            else:
+                value = cast_to_varying(value, missing)
+            found[name] = types.SimpleNamespace(value=value)
     return found

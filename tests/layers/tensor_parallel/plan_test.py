@@ -526,6 +526,6 @@ def test_a_program_checks_a_plan_unless_told_not_to() -> None:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         return losses.mean(), {"loss": (losses.sum(), losses.size)}
 
-    with pytest.raises(ValueError, match=r"at plan_check_test.py:\d+ .*verify=False"):
+    with pytest.raises(ValueError, match=r"at plan_test.py:\d+ .*verify=False"):
         build()
     build(verify=False)
