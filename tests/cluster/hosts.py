@@ -43,7 +43,6 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,batch_sched_delay=1
 ReturnToService=2
 SlurmdTimeout=20
-KillWait=10
 GresTypes=gpu
 NodeName=n1 NodeAddr={n1} CPUs=8 Gres=gpu:8
 NodeName=n2 NodeAddr={n2} CPUs=8 Gres=gpu:8

@@ -18,7 +18,10 @@ JAX's CPU collectives (gloo) in every process listen at the address of this host
 0.10.2 has no setting for this address; see docs/clusters.md.
 
 The exit code is 0, or the code of the first process that failed: 128 plus the signal if a signal
-ended it. It is 2 for a mistake on the command line, and 127 if the command cannot be started.
+ended it. A line names this process and its signal or exit code. If several processes failed at
+about the same time, a process that was killed counts as the first, and after it a process that
+aborted, because the other processes fail when they lose one. The exit code is 2 for a mistake on
+the command line, and 127 if the command cannot be started.
 """
 
 import contextlib
@@ -31,7 +34,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 from manualpar.system.cluster import job_template
@@ -43,6 +46,9 @@ TOKEN_VARIABLE = "MANUALPAR_TOKEN"
 MOST = 1024  # The most processes, and the most simulated devices in a process.
 TERMINATE_SECONDS = 2.0
 POLL_SECONDS = 0.05
+# The system closes the connections of a killed process before it reports the end of this process.
+# So other processes may fail earlier. For this long a killed process counts as the first.
+SETTLE_SECONDS = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -145,18 +151,30 @@ def _watch(
 ) -> int:
     """Waits until all processes have ended, and forwards signals; returns the exit code."""
     code: int | None = None
-    num_signals = 0
-    terminate_at = kill_at = float("inf")
-    while running := [one for one in started if one.poll() is None]:
-        if code is None and (code := _first_failure(started)) is not None:
-            terminate_at = time.monotonic() + grace
-            for number, one in enumerate(started):
-                # A process that a signal ended cannot report this itself.
-                if not num_signals and (one.returncode or 0) < 0:
-                    name = signal.Signals(-one.returncode).name
-                    print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)
+    first: dict[int, int] = {}  # The processes that were the first seen to have failed.
+    num_signals = num_forwarded = 0
+    decide_at = terminate_at = kill_at = float("inf")
+    while True:
+        running = [one for one in started if one.poll() is None]
+        failed = {number: one.returncode for number, one in enumerate(started) if one.returncode}
+        killed = {number: status for number, status in failed.items() if _rank(status) == 0}
+        if failed and not first:
+            first, terminate_at = failed, time.monotonic() + grace
+            decide_at = time.monotonic() + min(grace, SETTLE_SECONDS)
+        if code is None and first and (killed or not running or time.monotonic() >= decide_at):
+            # After a SIGTERM to the launcher, its own signals end processes.
+            first = first if num_signals else first | killed
+            best = min(map(_rank, first.values()))
+            first = {number: status for number, status in first.items() if _rank(status) == best}
+            status = next(iter(first.values()))
+            code = 128 - status if status < 0 else status
+            if not (num_signals if status < 0 else num_forwarded):
+                print(_name_failed(first), file=sys.stderr, flush=True)
+        if not running:
+            return code or 0
         while not signals.empty():
             number = signals.get()
+            num_forwarded += 1
             num_signals += number in (signal.SIGINT, signal.SIGTERM)
             for one in running:
                 _send(one, number if num_signals < 2 else signal.SIGKILL)
@@ -174,15 +192,34 @@ def _watch(
                 _send(one, signal.SIGKILL)
             kill_at = float("inf")
         time.sleep(POLL_SECONDS)
-    return (code if code is not None else _first_failure(started)) or 0
 
 
-def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Returns the exit code of a failed process; prefers a process that was ended by a signal."""
-    codes = [one.returncode for one in started if one.returncode]
-    # If a signal ended a process, the other processes failed only because of its loss.
-    signalled = [128 - code for code in codes if code < 0]
-    return (signalled or codes or [None])[0]
+def _rank(status: int) -> int:
+    """Returns 0 for a process that was killed, 1 for one that aborted, 2 for an exit code.
+
+    A killed process ends by no fault of its own. The loss of it makes the other processes end with
+    an error, and XLA aborts some of them.
+    """
+    if status >= 0:
+        return 2
+    return 1 if status == -signal.SIGABRT else 0
+
+
+def _name_failed(failed: Mapping[int, int]) -> str:
+    """Returns a line for each status of the failed processes, with their numbers."""
+    lines = []
+    for status in dict.fromkeys(failed.values()):
+        numbers = [str(number) for number, other in failed.items() if other == status]
+        are_many = len(numbers) > 1
+        who = f"process{'es' * are_many} {', '.join(numbers)}"
+        if status < 0:
+            # Real-time signals have no names.
+            names = {each.value: each.name for each in signal.Signals}
+            by = names.get(-status, f"signal {-status}")
+            lines.append(f"{who} {'were' if are_many else 'was'} ended by {by}")
+        else:
+            lines.append(f"{who} ended with exit code {status}")
+    return "\n".join(lines)
 
 
 def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:

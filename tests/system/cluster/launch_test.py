@@ -1,4 +1,5 @@
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -88,6 +89,66 @@ time.sleep(1)"""
         [],
         ["process 1 was ended by SIGKILL"],
     )
+
+
+class Scripted:
+    """A process that has ended in the poll after those for which its status is None."""
+
+    def __init__(self, *statuses):
+        self.statuses, self.returncode = list(statuses), None
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = self.statuses.pop(0)
+        return self.returncode
+
+    def send_signal(self, number):
+        """Ends by itself, later than the signal."""
+
+
+@pytest.mark.parametrize(
+    ("processes", "code", "sentence"),
+    [
+        # All end within one poll.
+        ([[0], [0]], 0, ""),
+        ([[-9], [-9]], 137, "processes 0, 1 were ended by SIGKILL"),
+        ([[3], [0], [3]], 3, "processes 0, 2 ended with exit code 3"),
+        ([[3], [5]], 3, "process 0 ended with exit code 3\nprocess 1 ended with exit code 5"),
+        ([[4], [-9], [0]], 137, "process 1 was ended by SIGKILL"),
+        ([[4], [-6]], 134, "process 1 was ended by SIGABRT"),
+        ([[-6], [4], [-11]], 139, "process 2 was ended by SIGSEGV"),
+        ([[-40]], 168, "process 0 was ended by signal 40"),
+        # One after another, but a killed process ends later than it loses its connections.
+        ([[None, 4], [-9]], 137, "process 1 was ended by SIGKILL"),
+        ([[4], [None, -9]], 137, "process 1 was ended by SIGKILL"),
+        ([[-6], [None, -9]], 137, "process 1 was ended by SIGKILL"),
+        ([[7], [None, 4]], 7, "process 0 ended with exit code 7"),
+        ([[7], [None, -6]], 7, "process 0 ended with exit code 7"),
+        ([[0], [None, 1]], 1, "process 1 ended with exit code 1"),
+    ],
+)
+def test_who_failed_first_is_named_whenever_the_others_end(capsys, processes, code, sentence):
+    started = [Scripted(*statuses) for statuses in processes]
+    assert launch._watch(started, queue.SimpleQueue(), 15.0) == code
+    assert capsys.readouterr().err == (sentence and sentence + "\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "statuses", "code", "sentence"),
+    [
+        (signal.SIGTERM, [[None, 7], [None, -9]], 137, ""),
+        (signal.SIGTERM, [[None, 75], [None, None, -9]], 75, ""),
+        (signal.SIGUSR1, [[None, 75], [None, 75]], 75, ""),
+        (signal.SIGUSR1, [[None, -9]], 137, "process 0 was ended by SIGKILL\n"),
+    ],
+)
+def test_who_ends_because_of_a_forwarded_signal_is_not_named(
+    capsys, number, statuses, code, sentence
+):
+    signals = queue.SimpleQueue()
+    signals.put(number)
+    assert launch._watch([Scripted(*each) for each in statuses], signals, 15.0) == code
+    assert capsys.readouterr().err == sentence
 
 
 def test_all_have_the_same_token_and_every_launch_another():

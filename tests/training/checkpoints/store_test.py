@@ -1,6 +1,7 @@
 """Checkpoints: written in the background, damage named, nothing lost or silently left out."""
 
 import errno
+import gc
 import os
 import shutil
 import threading
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+import tensorstore
 
 from manualpar.training.checkpoints import CheckpointError, Checkpoints, store
 from manualpar.training.checkpoints.folders import open_folder
@@ -217,6 +219,20 @@ def test_leftovers_of_a_killed_process_go_with_the_next_save(program, state, tmp
         checkpoints.wait()
         assert checkpoints.steps() == [4]
     assert {p.name for p in tmp_path.iterdir()} == {"4", "007", "notes", "notes.unfinished"}
+
+
+def test_saves_leave_no_objects_in_memory(program, state, tmp_path, monkeypatch):
+    # tensorstore never releases the JSON objects that it gives to Python; docs/limits.md says so.
+    monkeypatch.setattr(tensorstore, "experimental_collect_matching_metrics", lambda *_, **__: [])
+    counts = []
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in range(1, 9):
+            checkpoints.save(program, state, step=step, extra={"position": step})
+            checkpoints.wait()
+            if step in (3, 8):
+                gc.collect()
+                counts.append(len(gc.get_objects()))
+    assert counts[1] - counts[0] < 5  # Less than one in each save.
 
 
 def test_a_step_is_written_once_and_never_silently_left_out(program, state, tmp_path):
