@@ -45,6 +45,8 @@ Show = Literal["lines", "bar"]
 class Batches(Iterator[Batch]):
     """The batches of a block. It reads the first in advance, and records when the loop takes it."""
 
+    copies = 1  # All batches are full.
+
     def __init__(self, batches: Iterator[Batch]) -> None:
         """Reads the first batch."""
         self._source = batches

@@ -15,6 +15,7 @@ from manualpar.data import ArraySplit, Dataset, train_batch
 from manualpar.system.cluster import Cluster
 from manualpar.training import trainer
 from manualpar.training.checkpoints import Restored
+from manualpar.training.division import Division
 from manualpar.training.monitoring.profiling import StepProfiler
 from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.recorder import LAG, NonFiniteError, Recorder
@@ -178,7 +179,7 @@ class Run:
         )
         task = types.SimpleNamespace(dataset=DATASET)
         experiment = types.SimpleNamespace(
-            config=self.config, program=self.program, task=task, division=(1, 1, BATCH_SIZE)
+            config=self.config, program=self.program, task=task, division=Division(1, 1, BATCH_SIZE)
         )
         trainer = Trainer(
             experiment,
