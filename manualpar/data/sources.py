@@ -1,6 +1,5 @@
 """Loads a dataset by the name of its source, which is one of `SOURCES`."""
 
-import fcntl
 import pathlib
 import shutil
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from manualpar.data.tokenizer import load_tokenizer
 from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
 from manualpar.errors import require
 from manualpar.system.storage import BucketError, local_path, user_cache
+from manualpar.system.storage.drafts import wait_for_lock
 
 # -------------------------------------------------------------------------------------------------
 # Tokenizes files of documents once, and keeps the tokens in a cache for later runs.
@@ -74,8 +74,7 @@ def load_cached(
     directory = folder / job.key
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f"{job.key}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with wait_for_lock(folder / f"{job.key}.lock"):
             if not (directory / DESCRIPTION).exists():
                 _make(job, directory)
             options: dict[str, Any] = {"sequence_length": sequence_length}

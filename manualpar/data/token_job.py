@@ -8,7 +8,6 @@ processes. If a call is killed, the next call makes only the parts that are not 
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -50,7 +49,8 @@ from manualpar.data.tokens import (
 )
 from manualpar.system.reports.progress_bars import bytes_bar
 from manualpar.system.storage import AnyPath, BucketPath, user_cache, writing_cache
-from manualpar.system.storage.untrusted import read_object
+from manualpar.system.storage.drafts import wait_for_lock
+from manualpar.system.storage.untrusted import read_model_file, read_object
 
 # -------------------------------------------------------------------------------------------------
 # Makes the parts of a directory of token files, in this process or in several processes.
@@ -280,7 +280,7 @@ def make_job(
     settings: list[Any] = [VERSION, PART_BYTES, encoder.fingerprint, field, held_out]
     if source == "chat":
         settings.append(CHATS)
-        texts = [file.read_bytes() for file in encoder.files]
+        texts = [read_model_file(file, encoder.files[0].parent) for file in encoder.files]
         if template:
             texts.append(load_templates(template, encoder.files).chosen.encode())
         settings += [hashlib.blake2b(text).hexdigest() for text in texts]
@@ -315,7 +315,7 @@ def run_job(
         return _run_job_for_bucket(job, directory, processes=processes, report=report)
     parts = directory / PARTS
     _begin_directory(job, directory, parts)
-    with _lock(parts):
+    with wait_for_lock(parts / LOCK):
         # Another process may have finished the directory while this process waited for the lock.
         if not (directory / DESCRIPTION).exists():
             finished = {n for n in range(len(job.parts)) if finished_file(parts, n).exists()}
@@ -393,14 +393,6 @@ def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> 
         write_whole(described, {"key": job.key})
 
 
-@contextlib.contextmanager
-def _lock(parts: pathlib.Path) -> Iterator[None]:
-    """Waits until no other process has locked the folder of parts; locks it during the context."""
-    with open(parts / LOCK, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
     tokenizer = load_tokenizer(job.tokenizer)
     encoder = job.make_encoder()
@@ -430,7 +422,7 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
     names = [TOKENIZER, *(str(file.relative_to(folder)) for file in tokenizer.files[1:])]
     for name, path in zip(names, tokenizer.files, strict=False):
         (directory / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, directory / name)
+        (directory / name).write_bytes(read_model_file(path, folder))
     written = TokenFiles(
         version=VERSION,
         dtype=encoder.dtype,

@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -22,7 +21,7 @@ from manualpar.system.storage.bucket_path import (
     open_for_reading,
     twice,
 )
-from manualpar.system.storage.drafts import FolderError
+from manualpar.system.storage.drafts import FolderError, wait_for_lock
 
 COPIED_BYTES = 1 << 24  # A file is copied in parts of this size.
 NAME_BYTES = 255  # The longest file name that file systems allow.
@@ -144,8 +143,7 @@ def copied_folder(
         folder = cache / "buckets" / key / _address(path)
         with writing_cache(cache, setting), contextlib.ExitStack() as stack:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(cache / "buckets" / f"{key}.lock", "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            stack.enter_context(wait_for_lock(cache / "buckets" / f"{key}.lock"))
             for file, version in files.items():
                 _copy(file, version, folder / file.relative_to(path))
         _check_same(files, versions())

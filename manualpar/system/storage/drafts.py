@@ -272,13 +272,37 @@ def hold_file(
         close()
 
 
+@contextlib.contextmanager
+def wait_for_lock(path: Path) -> Iterator[None]:
+    """Locks a file while the context lasts; waits until no other process has the lock.
+
+    The lock file is created if it does not exist, and remains.
+
+    Raises:
+      ValueError: The path leads to a link, or to something other than a regular file.
+      OSError: The file cannot be opened, or its file system has no locks.
+    """
+    try:
+        descriptor = _open(path)
+    except NotAFileError as error:
+        raise ValueError(f"{path} {error} to lock; delete it.") from None
+    with os.fdopen(descriptor, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _open(path: Path) -> int:
+    """Opens a lock file, and creates it if it does not exist; never follows a link."""
+    if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):
+        raise NotAFileError(f"is {kind_of(mode)}, expected a file")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
 def _take(path: Path, folder: Path, descriptors: list[int], report: Callable[[str], None]) -> bool:
     """Opens and locks the file, and writes the owner into it; returns whether it is locked."""
     until = time.monotonic() + DYING_SECONDS
     while True:
-        if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):
-            raise NotAFileError(f"is {kind_of(mode)}, expected a file")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        descriptor = _open(path)
         try:
             is_locked = _lock(descriptor, folder, until, report)
         except BaseException:
