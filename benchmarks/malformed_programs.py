@@ -4,7 +4,9 @@ Chat templates and tokenizers are programs. Given an ordinary chat or text, the 
 file run without end or fill the memory.
 """
 
+import base64
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,13 +54,12 @@ TEMPLATES = {
 
 def words(*, unknown: str = "a", **parts: Any) -> dict[str, Any]:
     """Returns the content of a small `tokenizer.json`; `parts` replaces its entries."""
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     vocabulary = {"<s>": 0, "a": 1}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": 0, "content": "<s>", "special": True, **added}],
+        "added_tokens": [_added("<s>", 0)],
         "normalizer": None,
         "pre_tokenizer": None,
         "post_processor": None,
@@ -83,10 +84,42 @@ def splitting(pattern: str) -> dict[str, Any]:
     }
 
 
+def _added(content: str, number: int, *, normalized: bool = False) -> dict[str, Any]:
+    options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": normalized}
+    return {"id": number, "content": content, "special": True, **options}
+
+
 def _in_turn(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "Sequence", "normalizers": steps}
 
 
+def _doubling_table(character: str) -> dict[str, Any]:
+    """Returns a normalizer whose compiled table replaces a character of two bytes by two of it."""
+    first, second = character.encode()
+    # A trie as a double array: a node is reached by XOR of an offset (in bits 10 and above) and the
+    # next byte (in bits 0 to 7). Bit 8 says that the text of this node begins at the node's value.
+    trie = [0] * 0x301
+    trie[0] = 0x100 << 10
+    trie[0x100 ^ first] = (0x100 ^ first ^ 0x200) << 10 | first
+    trie[0x200 ^ second] = (0x200 ^ second ^ 0x300) << 10 | 1 << 8 | second
+    nodes = struct.pack(f"<{len(trie)}I", *trie)
+    data = len(nodes).to_bytes(4, "little") + nodes + f"{character * 2}\0".encode()
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+_TOKENS = {"Sequence": {"id": "A", "type_id": 0}}
+TWICE = {
+    "type": "TemplateProcessing",
+    "single": [_TOKENS, _TOKENS],
+    "pair": [_TOKENS, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {},
+}
 TOKENIZERS: dict[str, dict[str, Any]] = {
     "exponential": {"pre_tokenizer": splitting("(a+)+$")},
     "exponential in letters": {"pre_tokenizer": splitting(r"(\p{L}+)+$")},
@@ -106,7 +139,25 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
         "normalizer": _in_turn([_in_turn([replacing("\u4e2d", "\u4e2d\u4e2d")] * 20)] * 20)
     },
     "doubling of nothing": {"normalizer": _in_turn([replacing("", "x")] * 40)},
-    "long": {"normalizer": _in_turn([replacing("a", "a" * 10**6)] * 3)},
+    "long": {"normalizer": _in_turn([replacing("a", "a" * 10**6)] * 2)},
+    "doubling by bytes": {"normalizer": _in_turn([{"type": "ByteLevel"}] * 40)},
+    "doubling by bytes in words": {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 40}
+    },
+    "doubling of an added token": {
+        "normalizer": _in_turn([{"type": "ByteLevel"}] * 40),
+        "added_tokens": [_added("<s>", 0), _added("\u4e2d", 2, normalized=True)],
+    },
+    "doubling tokens": {"post_processor": {"type": "Sequence", "processors": [TWICE] * 40}},
+    "doubling of nothing in a decoder": {
+        "decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 40}
+    },
+    "doubling by a table": {"normalizer": _in_turn([_doubling_table("\xf1")] * 15)},
+    "ten megabytes": {"normalizer": {"type": "Prepend", "prepend": "a" * 10**7}},
+    "a megabyte, often": {
+        "normalizer": _in_turn([{"type": "Prepend", "prepend": "a" * 10**5}] * 9)
+    },
+    "many steps": {"normalizer": _in_turn([{"type": "NFC"}] * 10**4)},
     "doubling decoders": {"decoder": {"type": "Sequence", "decoders": [replacing("a", "aa")] * 40}},
 }
 

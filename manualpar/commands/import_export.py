@@ -8,7 +8,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.reports.tables import describe_bytes
 from manualpar.system.storage import AnyPath, BucketPath, path_flag, user_path, writing
 from manualpar.system.storage.durable_files import check_writable
-from manualpar.system.storage.untrusted import open_file, write_file
+from manualpar.system.storage.untrusted import read_file, write_file
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.config import check_config
@@ -125,8 +125,10 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
     with failing_together():
         source = model_directory(command.config.model.from_hf)
         if jax.process_index() == 0:
+            small = tokenizer_files(source, "config.model.from_hf", [CONFIG_FILE])
+            contents = {name: read_file(path) for name, path in small.items()}
             with writing("import_hf", model_folder):
-                _copy_small_files(source, model_folder)
+                _write_small_files(contents, model_folder)
     config = command.config.copy_and_resolve_references().unlock()
     if config.data.tokenizer == config.model.from_hf:
         config.data.tokenizer = ""  # Uses the copy of the tokenizer in the folder `model`.
@@ -271,23 +273,21 @@ def _check_new(workdir: AnyPath) -> None:
         raise ValueError(f"--workdir={workdir} holds a run, expected a new folder.")
 
 
-def _copy_small_files(source: Path, folder: AnyPath) -> None:
-    """Copies a model's config and tokenizer files to a folder.
+def _write_small_files(contents: Mapping[str, bytes], folder: AnyPath) -> None:
+    """Writes a model's config and tokenizer files to a folder.
 
-    Deletes a file of the same name in `folder` if `source` has no such file.
+    Deletes the files that the folder has from a failed import of another model.
     """
     old = folder / TEMPLATES
     if isinstance(old, BucketPath):
         others = [f"{TEMPLATES}/{name}" for name in old.files()]
     else:
         others = [f"{TEMPLATES}/{file.name}" for file in old.glob("*.jinja")]
-    new = [CONFIG_FILE, *tokenizer_files(source)]
-    for name in dict.fromkeys((*new, *TOKENIZER_FILES, *others)):
-        if name in new:
+    for name in dict.fromkeys((*contents, *TOKENIZER_FILES, *others)):
+        if name in contents:
             if isinstance(folder, Path):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with open_file(source / name, follow_links=True) as file:
-                write_file(folder / name, file.read())
+            write_file(folder / name, contents[name])
         elif isinstance(folder, BucketPath):  # A failed import may have left such a file.
             (folder / name).delete()
         else:

@@ -30,7 +30,7 @@ from manualpar.data.packing import LEARNED
 from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_content
 from manualpar.data.tokenizer import FileTokenizer, Tokenizer, guarded
 from manualpar.errors import require
-from manualpar.system.storage.untrusted import parse_object
+from manualpar.system.storage.untrusted import parse_object, read_model_file
 
 T = TypeVar("T")
 # The variables of a template that `chat_template_kwargs` may not set.
@@ -142,7 +142,9 @@ class Chats:
         self._templates = load_templates(template, tokenizer.files)
         # Unlike a `FileTokenizer`, this tokenizer encodes the texts of special tokens, which the
         # template writes, as special tokens.
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
+        file = tokenizer.files[0]
+        data = read_model_file(file, file.parent)
+        self._tokenizer = guarded(lambda: tokenizers.Tokenizer.from_buffer(data))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()

@@ -48,7 +48,7 @@ from manualpar.data.chat_renderer import (
 from manualpar.data.tokenizer import TEMPLATE, TEMPLATES, TOKENIZER_CONFIG, special_tokens
 from manualpar.errors import require
 from manualpar.system.storage import AnyPath, BucketPath, user_path
-from manualpar.system.storage.untrusted import read_file, read_object
+from manualpar.system.storage.untrusted import read_file, read_model_file, read_model_object
 
 # -------------------------------------------------------------------------------------------------
 # Finds the assistant's turns in a chat's text by the tokens that begin and end them.
@@ -560,12 +560,15 @@ def load_templates(template: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemp
     place, files = "", {}
     for file in tokenizer:
         if file.name == TOKENIZER_CONFIG:
-            fields = read_object(file, follow_links=True)
+            fields = read_model_object(file, tokenizer[0].parent)
             config, place = fields.get("chat_template"), str(file)
             tokens = special_tokens(fields, TOKENS)
         elif file.name == TEMPLATE or file.parent.name == TEMPLATES:
             name = DEFAULT if file.name == TEMPLATE else file.stem
-            files[name] = (_read(file, f"`tokenizer`: {file}"), str(file))
+            files[name] = (
+                _read(file, f"`tokenizer`: {file}", folder=tokenizer[0].parent),
+                str(file),
+            )
     named, chosen = files or _named(config, place), None
     # The template of a tokenizer with only one has no name, as in transformers.
     if list(files) == [DEFAULT]:
@@ -607,10 +610,13 @@ def _named(config: Any, place: str) -> dict[str, tuple[str, str]]:
     }
 
 
-def _read(path: AnyPath, named: str, also: str = "") -> str:
+def _read(path: AnyPath, named: str, also: str = "", *, folder: pathlib.Path | None = None) -> str:
+    """Reads a template that is in the folder of a model, or that a user has named."""
     try:
         if isinstance(path, BucketPath):
             return path.read_bytes().decode()
+        if folder is not None:
+            return read_model_file(path, folder).decode()
         return read_file(path, follow_links=True).decode()
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -49,7 +49,7 @@ from manualpar.data.tokens import (
 )
 from manualpar.system.reports.progress_bars import bytes_bar
 from manualpar.system.storage import AnyPath, BucketPath, user_cache, waiting_for, writing_cache
-from manualpar.system.storage.untrusted import copy_file, create_file, read_object
+from manualpar.system.storage.untrusted import create_file, read_model_file, read_object, write_file
 
 # -------------------------------------------------------------------------------------------------
 # Makes the parts of a directory of token files, in this process or in several processes.
@@ -279,7 +279,7 @@ def make_job(
     settings: list[Any] = [VERSION, PART_BYTES, encoder.fingerprint, field, held_out]
     if source == "chat":
         settings.append(CHATS)
-        texts = [file.read_bytes() for file in encoder.files]
+        texts = [read_model_file(file, encoder.files[0].parent) for file in encoder.files]
         if template:
             texts.append(load_templates(template, encoder.files).chosen.encode())
         settings += [hashlib.blake2b(text).hexdigest() for text in texts]
@@ -421,7 +421,7 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
     names = [TOKENIZER, *(str(file.relative_to(folder)) for file in tokenizer.files[1:])]
     for name, path in zip(names, tokenizer.files, strict=False):
         (directory / name).parent.mkdir(exist_ok=True)
-        copy_file(path, directory / name)
+        write_file(directory / name, read_model_file(path, folder))
     written = TokenFiles(
         version=VERSION,
         dtype=encoder.dtype,

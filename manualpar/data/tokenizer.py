@@ -3,23 +3,25 @@
 Every tokenizer has a token BOS, which begins each document. No text is encoded to BOS.
 """
 
+import base64
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import reprlib
 import string
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from manualpar.errors import require
 from manualpar.system.storage import BucketPath, copied_files, user_path
-from manualpar.system.storage.untrusted import read_object
+from manualpar.system.storage.untrusted import parse_object, read_model_file, read_model_object
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,24 +30,45 @@ if TYPE_CHECKING:
 # -------------------------------------------------------------------------------------------------
 # Refuses a tokenizer file that would need too much time or memory for a short text.
 #
-# A tokenizer file is a program. Its normalizers and decoders replace parts of a text. Forty
-# replacements that each double the text make it 10**12 times as long. A regular expression such as
-# `(a+)+$` needs exponential time. After a second, the library for regular expressions gives up,
-# and the tokenizers library panics: it prints a stack to standard error, and raises an exception
-# that is no subclass of `Exception`.
+# A tokenizer file is a program. Its steps (normalizers, pre-tokenizers, post-processors and
+# decoders) rewrite a text one after another. Forty steps that each double the text make it 10**12
+# times as long. A regular expression such as `(a+)+$` needs exponential time. After a second, the
+# library for regular expressions gives up, and the tokenizers library panics: it prints a stack to
+# standard error, and raises an exception that is no subclass of `Exception`.
 #
-# So a tokenizer is tried when it is loaded. The replacements run step by step on a text with all
-# characters that appear in them. Each regular expression runs on texts that repeat its characters.
+# So the steps are tried before the tokenizer is loaded. Each kind of step runs alone, step by
+# step, on short texts, and a text must not become more than `MAX_GROWTH` times as long. This is
+# measured, and does not depend on the names of the steps. A step writes at most the longest text
+# in the step itself for each character that it gets. So the product of the two numbers is bounded
+# before the step runs. Each regular expression runs on texts that repeat its characters.
 
 
 T = TypeVar("T")
 
 PANIC = "pyo3_runtime"
-# The limits: a text may become MAX_GROWTH times as long, and one step of a normalizer or decoder
-# may write MAX_CHARACTERS characters.
-MAX_GROWTH, MAX_CHARACTERS = 8, 1 << 24
+# The kinds of steps: the field of a tokenizer's file, and the field of a `Sequence` of steps.
+KINDS = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
+# The limits: a text may become MAX_GROWTH times as long, and one step may write MAX_CHARACTERS
+# characters. A Korean syllable becomes 9 times as long if it is decomposed and written as bytes.
+MAX_GROWTH, MAX_CHARACTERS = 64, 1 << 24
+# The steps of a kind may have MAX_LENGTH characters in JSON, and there may be MAX_STEPS. The
+# largest known table of replacements has half a million characters, and ten steps are many.
+MAX_LENGTH, MAX_STEPS = 1 << 21, 128
 # The check repeats MAX_TRIED characters of a regular expression, each REPEATED times.
 MAX_TRIED, REPEATED = 32, 64
+# A text that is tried repeats one character, or one text of a step, to about TRIED characters. If
+# there would be more than MAX_TEXTS texts, some of them are joined.
+TRIED, MAX_TEXTS = 64, 512
+# Characters of two, three and four bytes, with accents, in several scripts.
+CHARACTERS = string.printable + "\xa0\xe9\xdf\u0130\u1ec7\u0301\u4e2d\uac01\u0e33\u0928"
+CHARACTERS += "\u2581\u2026\U0001f600"
+# This field contains a table in base64, whose texts `_table` finds.
+TABLE = "precompiled_charsmap"
 
 
 class PanicError(ValueError):
@@ -65,30 +88,59 @@ def guarded(action: Callable[[], T]) -> T:
         raise
 
 
-def check_tokenizer(tokenizer: "tokenizers.Tokenizer") -> None:
+def check_tokenizer(fields: Mapping[str, Any]) -> None:
     """Refuses a tokenizer that would use all memory or never finish for an ordinary text.
+
+    Args:
+      fields: The content of a `tokenizer.json`.
 
     Raises:
       ValueError: The tokenizer is refused. The caller puts the tokenizer's file before the message.
     """
-    steps = {
-        name: json.loads(part.__getstate__())
-        for name in ("normalizer", "pre_tokenizer", "decoder")
-        if (part := getattr(tokenizer, name)) is not None
-    }
-    patterns = list(dict.fromkeys(_patterns(list(steps.values()))))
-    chains = {
-        f"{name}s": list(_replacing(steps[name]))
-        for name in ("normalizer", "decoder")
-        if name in steps
-    }
-    if not patterns and not any(chains.values()):
-        return
+    chains = {kind: _steps(kind, fields[kind]) for kind in KINDS if fields.get(kind) is not None}
     with _held_stderr():
-        for pattern in patterns:
+        for pattern in dict.fromkeys(_patterns(list(chains.values()))):
             _check_time(pattern)
-        for named, chain in chains.items():
-            _check_growth(named, chain)
+        for kind, steps in chains.items():
+            _check_growth(kind, steps)
+
+
+def _steps(kind: str, part: Any) -> list[dict[str, Any]]:
+    """Returns the steps in a part of a tokenizer's file, in order."""
+    if (length := len(json.dumps(part))) > MAX_LENGTH:
+        raise ValueError(f"has a {_named(kind)} of {length:,} characters")
+    # The library reads several spellings of a step, and writes one. Loading a step does not run it.
+    written = json.loads(_load(kind, part).__getstate__())
+    steps = list(itertools.islice(_flat(KINDS[kind], written), MAX_STEPS + 1))
+    if len(steps) > MAX_STEPS:
+        raise ValueError(f"has more than {MAX_STEPS} {_named(kind)}s")
+    return steps
+
+
+def _flat(name: str, step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if step.get("type") == "Sequence" and isinstance(step.get(name), list):
+        for inner in step[name]:
+            yield from _flat(name, inner)
+    else:
+        yield step
+
+
+def _load(kind: str, part: Any) -> Any:
+    """Loads a part of a tokenizer's file, in a tokenizer with one word."""
+    import tokenizers
+
+    parts = {**dict.fromkeys(KINDS), kind: part}
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    whole = {"version": "1.0", "added_tokens": [], **parts, "model": model}
+    text = json.dumps({**whole, "truncation": None, "padding": None})
+    try:
+        return getattr(guarded(lambda: tokenizers.Tokenizer.from_str(text)), kind)
+    except ValueError as error:
+        raise ValueError(f"has a {_named(kind)} that cannot be read ({error})") from error
+
+
+def _named(kind: str) -> str:
+    return kind.replace("_", "-")
 
 
 def _patterns(node: Any) -> Iterator[str]:
@@ -101,24 +153,11 @@ def _patterns(node: Any) -> Iterator[str]:
         yield from _patterns(inner)
 
 
-def _texts(pattern: str) -> Iterator[str]:
-    """Yields texts on which a regular expression may search for long before it finds no match."""
-    literal = "".join(dict.fromkeys(c for c in pattern if c.isalnum()))[:MAX_TRIED]
-    for unit in dict.fromkeys((*literal, literal, "0", " ", "-", "a")):
-        yield unit * REPEATED + "!\0"
-
-
-def _replacing(node: Any) -> Iterator[dict[str, Any]]:
-    """Yields the steps that replace texts in a normalizer or decoder, in order."""
-    if node.get("type") == "Sequence":
-        for inner in node.get("normalizers") or node.get("decoders") or ():
-            yield from _replacing(inner)
-    elif node.get("type") == "Replace":
-        yield node
-
-
 def _check_time(pattern: str) -> None:
-    remove = _replacement({"Regex": pattern}, "")
+    import tokenizers
+    from tokenizers import normalizers
+
+    remove = normalizers.Replace(tokenizers.Regex(pattern), "")
     for text in _texts(pattern):
         try:
             guarded(functools.partial(remove.normalize_str, text))
@@ -128,31 +167,138 @@ def _check_time(pattern: str) -> None:
             ) from None
 
 
-def _check_growth(named: str, steps: list[dict[str, Any]]) -> None:
-    mentioned = [part for step in steps for part in (*step["pattern"].values(), step["content"])]
-    characters = sorted(set(string.printable).union(*mentioned))
-    text = "".join([*characters, *(part[:REPEATED] for part in dict.fromkeys(mentioned))])
-    start = len(text)
-    for step in steps:
-        if len(step["content"]) * (len(text) + 1) > MAX_CHARACTERS:
-            raise ValueError(
-                f"has {named} that insert a text of {len(step['content']):,} characters"
-            )
-        replace = _replacement(step["pattern"], step["content"])
-        text = guarded(functools.partial(replace.normalize_str, text))
-        if len(text) > MAX_GROWTH * start:
-            raise ValueError(
-                f"has {len(steps)} {named} that replace texts, and they make a text of {start} "
-                f"characters more than {MAX_GROWTH} times as long"
-            )
+def _texts(pattern: str) -> Iterator[str]:
+    """Yields texts on which a regular expression may search for long before it finds no match."""
+    literal = "".join(dict.fromkeys(c for c in pattern if c.isalnum()))[:MAX_TRIED]
+    for unit in dict.fromkeys((*literal, literal, "0", " ", "-", "a")):
+        yield unit * REPEATED + "!\0"
 
 
-def _replacement(pattern: dict[str, str], content: str) -> Any:
+def _check_growth(kind: str, steps: Sequence[dict[str, Any]]) -> None:
+    """Tries the steps of a kind on all texts that appear in them."""
+    mentioned = list(dict.fromkeys(text for step in steps for text in _mentioned(step)))
+    trial = _TRIALS[kind]
+    loaded = [(_load(kind, step), _longest(kind, step)) for step in steps]
+    for text in _tried(mentioned) if trial.depends_on_text else ("",):
+        value = trial.begin(text)
+        start = length = trial.size(value)
+        for step, longest in loaded:
+            if longest * (length + 1) > MAX_CHARACTERS:
+                raise ValueError(f"has {_named(kind)}s that insert {longest:,} characters at once")
+            value = guarded(functools.partial(trial.run, step, value))
+            length = trial.size(value)
+            if length > MAX_GROWTH * start:
+                raise ValueError(
+                    f"has {len(steps)} {_named(kind)}s, and they make a text more than "
+                    f"{MAX_GROWTH} times as long"
+                )
+
+
+def _mentioned(node: Any) -> Iterator[str]:
+    """Yields the texts in a step; a dict is a step or the part of a step."""
+    if isinstance(node, dict):
+        for key, inner in node.items():
+            yield from _table(inner) if key == TABLE else _mentioned(inner)
+    elif isinstance(node, list):
+        for inner in node:
+            yield from _mentioned(inner)
+    elif isinstance(node, str):
+        yield node
+
+
+def _table(value: str) -> list[str]:
+    """Returns the texts in a table of replacements: a trie, and then texts that end in NUL."""
+    data = base64.b64decode(value)
+    begin = 4 + int.from_bytes(data[:4], "little")
+    return [text.decode(errors="replace") for text in data[begin:].split(b"\0")]
+
+
+def _longest(kind: str, step: dict[str, Any]) -> int:
+    """Returns a bound of the length of what a step makes of one character or token."""
+    if kind == "post_processor":
+        return len(json.dumps(step))  # It can repeat the tokens once for each entry.
+    # A character can become eighteen characters if it is decomposed. A pattern is not written.
+    written = {key: inner for key, inner in step.items() if key != "pattern"}
+    return max(18, *map(len, _mentioned(written)))
+
+
+def _tried(mentioned: Sequence[str]) -> Iterator[str]:
+    """Yields the texts to try: each character and each text in `mentioned` repeated, and all."""
+    units = list(dict.fromkeys([*CHARACTERS, *"".join(mentioned), *filter(None, mentioned)]))
+    joined = -(-len(units) // MAX_TEXTS)
+    for first in range(0, len(units), joined):
+        yield "".join(unit * -(-TRIED // len(unit)) for unit in units[first : first + joined])
+    yield "".join(units)
+
+
+class _Trial(NamedTuple):
+    """How the steps of a kind are tried.
+
+    Attributes:
+      begin: Makes what the first step gets, from a text.
+      run: Calls a step with the result of the step before.
+      size: Returns the length of what a step has made.
+      depends_on_text: Whether it matters which text the first step gets.
+    """
+
+    begin: Callable[[str], Any]
+    run: Callable[[Any, Any], Any]
+    size: Callable[[Any], int]
+    depends_on_text: bool = True
+
+
+def _normalized(text: str) -> Any:
     import tokenizers
-    from tokenizers import normalizers
 
-    ((kind, text),) = pattern.items()
-    return normalizers.Replace(tokenizers.Regex(text) if kind == "Regex" else text, content)
+    return tokenizers.NormalizedString(text)
+
+
+def _normalize(step: Any, text: Any) -> Any:
+    step.normalize(text)
+    return text
+
+
+def _pre_tokenized(text: str) -> Any:
+    import tokenizers
+
+    return tokenizers.PreTokenizedString(text)
+
+
+def _pre_tokenize(step: Any, text: Any) -> Any:
+    step.pre_tokenize(text)
+    return text
+
+
+def _encoded(text: str) -> Any:
+    import tokenizers
+
+    del text  # A post-processor gets only numbers.
+    model = tokenizers.models.WordLevel({"a": 0}, unk_token="a")
+    words = tokenizers.Tokenizer(model)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return words.encode("a " * TRIED)
+
+
+def _decode(step: Any, text: str) -> str:
+    """Decodes a text as three tokens, because a decoder may treat the last token differently."""
+    half = len(text) // 2
+    decoded: str = step.decode([text[:half], "!", text[half:]])
+    return decoded
+
+
+_TRIALS = {
+    "normalizer": _Trial(_normalized, _normalize, lambda text: len(text.normalized)),
+    "pre_tokenizer": _Trial(
+        _pre_tokenized, _pre_tokenize, lambda text: sum(len(x) for x, *_ in text.get_splits())
+    ),
+    "post_processor": _Trial(
+        _encoded,
+        lambda step, encoding: step.process(encoding),
+        lambda encoding: len(encoding.ids),
+        depends_on_text=False,
+    ),
+    "decoder": _Trial(str, _decode, len),
+}
 
 
 @contextlib.contextmanager
@@ -295,34 +441,39 @@ def load_tokenizer(path: str) -> Tokenizer:
     if isinstance(place, BucketPath):
         others = [f"{TEMPLATES}/{name}" for name in (place / TEMPLATES).files()]
         place = copied_files(place, (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, *others))
-    file = place
+    # A user has named the file or the folder itself, so it may be a link.
+    file = pathlib.Path(os.path.realpath(place))
     files: tuple[pathlib.Path, ...] = ()
     has_config = False
     named: dict[str, str] = {}
-    if os.path.isdir(file):
-        directory, file = file, file / TOKENIZER
+    if is_directory := os.path.isdir(place):
+        file = place / TOKENIZER
         names = (TOKENIZER_CONFIG, TEMPLATE)
-        files = tuple(directory / name for name in names if os.path.isfile(directory / name))
-        files += tuple(sorted((directory / TEMPLATES).glob("*.jinja")))
-        if has_config := os.path.isfile(directory / TOKENIZER_CONFIG):
+        files = tuple(place / name for name in names if os.path.lexists(place / name))
+        files += tuple(sorted((place / TEMPLATES).glob("*.jinja")))
+        if has_config := os.path.lexists(place / TOKENIZER_CONFIG):
             try:
-                named = special_tokens(read_object(files[0], follow_links=True))
+                named = special_tokens(read_model_object(files[0], place))
             except (OSError, ValueError) as error:
                 raise refuse(f"has a {TOKENIZER_CONFIG} that {error}") from error
-    if not os.path.isfile(file):
+    if not os.path.lexists(file):
         what = f"lacks {TOKENIZER}" if has_config else "is no file"
         raise refuse(f"{what}; {expected}")
     require("`tokenizer`", "tokenizers")
     import tokenizers
 
     try:
-        tokenizer = guarded(lambda: tokenizers.Tokenizer.from_file(str(file)))
+        data = read_model_file(file, file.parent)
+        check_tokenizer(parse_object(data))
+    except (OSError, ValueError) as error:
+        said = f"has a {TOKENIZER} that {error}" if is_directory else error
+        raise refuse(f"{said}; {expected}") from error
+    try:
+        tokenizer = guarded(lambda: tokenizers.Tokenizer.from_buffer(data))
     except ValueError as error:
         raise refuse(f"cannot be read ({error}); {expected}") from error
-    try:
-        check_tokenizer(tokenizer)
-    except ValueError as error:
-        raise refuse(f"{error}; {expected}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     for kind, name in named.items():
         if tokenizer.token_to_id(name) is None:
             raise refuse(f"has no token {name!r}, the {kind} of its {TOKENIZER_CONFIG}")
@@ -342,7 +493,7 @@ def load_tokenizer(path: str) -> Tokenizer:
             f"has the token {largest}; expected tokens below {most}, because they are stored as "
             "int32"
         )
-    digest = hashlib.blake2b(file.read_bytes(), digest_size=8)
+    digest = hashlib.blake2b(data, digest_size=8)
     if named:
         digest.update(f"{bos_token} {end_token}".encode())
     # A tokenizer with a `tokenizer_config.json` adds BOS itself if prompts must begin with BOS.

@@ -29,7 +29,7 @@ from manualpar.data.dataset import (
     state_of,
 )
 from manualpar.data.packing import LongExamples, PackedSplit, pack
-from manualpar.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, load_tokenizer
+from manualpar.data.tokenizer import TOKENIZER, load_tokenizer
 from manualpar.system.storage import AnyPath, BucketPath, copied_folder, local_path, user_path
 from manualpar.system.storage.untrusted import parse_object, read_object
 
@@ -95,8 +95,7 @@ def load_tokens(
         read_description(directory, path)  # Refuses a wrong folder before the files are copied.
         directory = copied_folder(directory, local_path(cache, "`cache`"), setting="`cache`")
     files = read_description(directory, path)
-    file = directory / files.tokenizer if files.tokenizer else ""
-    tokenizer = load_tokenizer(str(directory if (directory / TOKENIZER_CONFIG).exists() else file))
+    tokenizer = load_tokenizer(str(directory) if files.tokenizer else "")
     if (tokenizer.vocab_size, tokenizer.bos_token) != (files.vocab_size, files.bos_token):
         raise _refuse(
             path,

@@ -151,6 +151,25 @@ def test_a_damaged_cache_is_made_again(tmp_path):
     chex.assert_trees_all_equal(again.train[0], first.train[0])
 
 
+def test_a_lock_that_is_a_link_is_refused_and_not_followed(tmp_path):
+    path, cache = write_documents(tmp_path, "jsonl", DOCUMENTS), tmp_path / "cache"
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    _load(path, cache)
+    (lock,) = (cache / "tokens").glob("*.lock")
+    lock.unlink()
+    for make, kind in (
+        (lambda: lock.symlink_to(precious), "link"),
+        (lambda: os.mkfifo(lock), "FIFO"),
+    ):
+        make()
+        words = rf"{lock} is a {kind}, expected a file to lock; delete it\."
+        with pytest.raises(ValueError, match=words):
+            _load(path, cache)
+        assert precious.read_text() == "keep"
+        lock.unlink()
+
+
 def test_the_cache_is_in_the_users_folder_unless_the_config_says_where(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder("") == tmp_path / "manualpar"

@@ -143,6 +143,14 @@ REFUSED = [
             r"has a tokenizer_config\.json that has eos_token=3, expected a",
         ),
         (
+            (CHATML, {"bos_token": "\ud800"}),
+            r"has a tokenizer_config\.json that has bos_token='\\ud800', expected text in Unicode",
+        ),
+        (
+            (CHATML, {"pad_token": {"content": "\ud800"}}),
+            r"has a tokenizer_config\.json that has pad_token\.content='\\ud800', expected text",
+        ),
+        (
             (CHATML, {"eos_token": "<x>"}),
             r"has no token '<x>', the eos_token of its tokenizer_config",
         ),

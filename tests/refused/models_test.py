@@ -263,8 +263,13 @@ REFUSED = [
         speculate,
         (({"draft": (1, 2)}, {}), TypeError, "draft is a tuple, expected a Draft"),
         (({"model": 5}, {}), TypeError, "draft.program has a int, expected a Transformer"),
-        (({"tokens": 0}, {}), "draft.tokens is 0, expected at least 1"),
-        (({"tokens": 1.5}, {}), "draft.tokens is 1.5, expected at least 1"),
+        *(
+            (
+                ({"tokens": tokens}, {}),
+                f"draft.tokens is {tokens}.*, expected a whole number from 1",
+            )
+            for tokens in (0, 1.5, 1025, 10**9, float("inf"))
+        ),
         (({"model": Transformer(vocab_size=9)}, {}), "a model of 9 tokens, expected 260, the voc"),
         (({"devices": [types.SimpleNamespace(id=3)]}, {}), r"on the devices \[3\], expected those"),
         (({}, {"max_tokens": 9}), "rotary.learned=8.* This is a limit of the draft model"),

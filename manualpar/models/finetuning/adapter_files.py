@@ -30,7 +30,12 @@ from manualpar.core.state.train_state import TrainState
 from manualpar.errors import printable, require
 from manualpar.models.finetuning.lora import DOWN, UP, LoRAInterface, adapted_path, is_adapter
 from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
-from manualpar.system.storage.untrusted import open_tensors, read_object, write_file
+from manualpar.system.storage.untrusted import (
+    model_file,
+    open_tensors,
+    read_model_object,
+    write_file,
+)
 
 # -------------------------------------------------------------------------------------------------
 # Merges LoRA adapters into the kernels of their layers, on the devices.
@@ -218,9 +223,10 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     leaves = variable_leaves(program)
     adapters = {parameter_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
     try:
-        description = read_object(source / DESCRIPTION_FILE)
-        open_tensors(source / ARRAYS_FILE)[0].close()  # Raises for a FIFO, for example.
-        with safe_open(source / ARRAYS_FILE, framework="np", backend="pread") as file:
+        description = read_model_object(source / DESCRIPTION_FILE, source)
+        arrays = model_file(source / ARRAYS_FILE, source)
+        open_tensors(arrays)[0].close()  # Raises for a header that is too long.
+        with safe_open(arrays, framework="np", backend="pread") as file:
             differences = _differences(adapters, file)
             # Arrays are read only if their shapes match the program.
             found = {} if differences else {path: file.get_tensor(path) for path in adapters}
@@ -304,9 +310,19 @@ def replace_adapters(
 ) -> TrainState:
     """Returns a state with other adapters, given by their paths.
 
+    Raises:
+      ValueError: An adapter contains NaN or infinity.
+
     Communication:
       None. Each device receives its shard.
     """
+    wrong = [path for path, x in values.items() if not np.isfinite(x).all()]
+    if wrong:
+        raise ValueError(
+            f"{name}: {printable(', '.join(list_some(wrong)))} would contain NaN or infinity, "
+            "expected finite numbers; the adapters are damaged, or their training has diverged. "
+            "Load others."
+        )
     arrays, structure = jax.tree.flatten(variables_of(state))
     for number, leaf in enumerate(variable_leaves(program)):
         if is_adapter(leaf.name):

@@ -33,6 +33,9 @@ from manualpar.models.generation.cached_steps import CachedSteps, Rows
 from manualpar.models.generation.drawing import Drawing, History, note
 from manualpar.models.transformer import check_lengths
 
+# Few drafts are right for more than ten tokens. The logits of many more do not fit into memory.
+MOST_DRAFTED = 1024
+
 
 class Draft(NamedTuple):
     """A model that drafts tokens for another model.
@@ -254,8 +257,11 @@ class Speculation:
             raise TypeError(
                 f"Generator: draft.program has a {type(model).__name__}, expected a Transformer."
             )
-        if draft.tokens < 1 or draft.tokens != int(draft.tokens):
-            raise ValueError(f"Generator: draft.tokens is {draft.tokens}, expected at least 1.")
+        if not 1 <= draft.tokens <= MOST_DRAFTED or draft.tokens != int(draft.tokens):
+            raise ValueError(
+                f"Generator: draft.tokens is {draft.tokens!r:.100}, expected a whole number from 1 "
+                f"to {MOST_DRAFTED}, because each forward pass computes the logits of all of them."
+            )
         own, others = model.vocab_size, target.model.vocab_size
         if own != others and not (tokens and tokens <= min(own, others)):
             raise ValueError(

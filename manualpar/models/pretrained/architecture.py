@@ -33,6 +33,7 @@ from manualpar.models.pretrained.family import (
     TWO_ROTATIONS,
     Family,
     Keys,
+    is_float32,
     read_rotations,
     write_rotations,
 )
@@ -40,7 +41,7 @@ from manualpar.models.pretrained.llama4 import read_experts_of_llama4
 from manualpar.models.pretrained.tensor_files import CONFIG_FILE, model_directory, quantization_of
 from manualpar.models.transformer import size_of_head
 from manualpar.system.storage import GivenPath, user_path
-from manualpar.system.storage.untrusted import read_object
+from manualpar.system.storage.untrusted import read_model_object
 
 # -------------------------------------------------------------------------------------------------
 # Reads and writes the keys of a `config.json` for experts and for latent attention.
@@ -237,7 +238,7 @@ def read_config(directory: GivenPath) -> dict[str, Any]:
             ".safetensors files."
         )
     try:
-        return read_object(path, follow_links=True)
+        return read_model_object(path, directory)
     except FileNotFoundError:
         raise ValueError(
             f"{directory} has no {CONFIG_FILE}; expected the directory of a model, as "
@@ -321,6 +322,13 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
                 value,
                 f"no such key in a model of {name!r}: a Transformer has no field for it. If the "
                 "key does not affect the model's results, delete it from the file",
+            )
+    for field, value in fields.items():
+        # A product or a quotient of allowed numbers may still be too large.
+        if isinstance(value, float) and not is_float32(value):
+            raise ValueError(
+                f"{where}: the model would have {field}={value!r}, expected a number that float32 "
+                "represents; correct the keys from which it is computed."
             )
     return Architecture(name, fields, wrapper)
 

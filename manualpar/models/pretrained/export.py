@@ -11,6 +11,7 @@ requested name is complete, see `target`.
 import concurrent.futures
 import contextlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
 from manualpar.core.program.guarded_step import check_state
 from manualpar.core.program.load_state import plain_leaves, variable_leaves
 from manualpar.core.program.program import Program
+from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import require
 from manualpar.models.finetuning.adapter_files import given_variables
@@ -87,7 +89,13 @@ from manualpar.system.storage import (
     user_path,
     writing,
 )
-from manualpar.system.storage.untrusted import copy_file, open_file, open_own_file, write_file
+from manualpar.system.storage.untrusted import (
+    MAX_BYTES,
+    model_file,
+    open_own_file,
+    read_file,
+    write_file,
+)
 
 # -------------------------------------------------------------------------------------------------
 # The target of an export: a folder on a disk or in a bucket that never shows an incomplete model.
@@ -380,6 +388,7 @@ def _to_host(x: jax.Array, index: tuple[Any, ...]) -> np.ndarray:
 
 
 SHARD_BYTES = 2 << 30
+MAX_COPIED_BYTES = 4 * MAX_BYTES  # The most bytes of all small files of a model together.
 # The files of a tokenizer, which are copied to the export.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -615,22 +624,52 @@ def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, 
     """Returns the files to copy; the keys are their names in the export."""
     extras = {}
     if source is not None:
-        extras = {name: source / name for name in tokenizer_files(source)}
+        extras = tokenizer_files(source, "export_hf: like")
     if tokenizer is not None:
-        extras["tokenizer.json"] = local_path(tokenizer, "export_hf: tokenizer")
-    for path in extras.values():
-        try:
-            open_file(path, follow_links=True).close()
-        except OSError as error:
-            raise ValueError(f"export_hf: {path} cannot be copied ({error}).") from None
+        # A user has named the file itself, so it may be a link.
+        path = local_path(tokenizer, "export_hf: tokenizer").resolve()
+        _copied_size(path, path.parent, "export_hf: tokenizer")
+        extras["tokenizer.json"] = path
     return extras
 
 
-def tokenizer_files(folder: Path) -> list[str]:
-    """Returns the files of a model's tokenizer and its chat templates, relative to `folder`."""
-    found = [name for name in TOKENIZER_FILES if (folder / name).exists()]
-    others = sorted((folder / TEMPLATES).glob("*.jinja"))
-    return found + [f"{TEMPLATES}/{file.name}" for file in others]
+def tokenizer_files(folder: Path, name: str, others: Sequence[str] = ()) -> dict[str, Path]:
+    """Finds the small files of a model that an import or an export copies.
+
+    Args:
+      folder: The model's folder.
+      name: What names the folder, for messages.
+      others: Files besides those of the tokenizer and the chat templates.
+
+    Returns:
+      The path without links of each file, by its path relative to `folder`.
+
+    Raises:
+      ValueError: A file leads out of the folder, is no regular file, or is too large.
+    """
+    names = [each for each in (*others, *TOKENIZER_FILES) if os.path.lexists(folder / each)]
+    templates = sorted((folder / TEMPLATES).glob("*.jinja"))
+    names += [f"{TEMPLATES}/{file.name}" for file in templates]
+    total = sum(_copied_size(folder / each, folder, name) for each in names)
+    if total > MAX_COPIED_BYTES:
+        raise ValueError(
+            f"{name}: {', '.join(list_some(names))} in {folder} have {total:,} bytes, expected at "
+            f"most {MAX_COPIED_BYTES:,}. Delete the files that do not belong to the model."
+        )
+    return {each: model_file(folder / each, folder) for each in names}
+
+
+def _copied_size(path: Path, folder: Path, name: str) -> int:
+    """Returns the size of a file to copy; refuses one that is not in the folder or is too large."""
+    try:
+        size = model_file(path, folder).stat().st_size
+    except OSError as error:
+        raise ValueError(f"{name}: {path} {error}.") from None
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"{name}: {path} has {size:,} bytes, expected at most {MAX_BYTES:,} of such a file."
+        )
+    return size
 
 
 def _write_rest(
@@ -642,7 +681,7 @@ def _write_rest(
     """Copies the files in `extras`; writes the config, and an index for several tensor files."""
     for name, source in extras.items():
         with target.file(name) as path:
-            copy_file(source, path)
+            write_file(path, read_file(source))
     texts = {}
     if len(files) > 1:
         total = sum(tensor.nbytes for of_file in files.values() for tensor in of_file)

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from manualpar.errors import printable
 from manualpar.models.rotary import RotaryKind, RotaryScaling
@@ -14,6 +15,16 @@ from manualpar.models.rotary import RotaryKind, RotaryScaling
 
 
 LARGEST = 2**31  # Every size in a config must be smaller.
+# Python's numbers, because they can be compared with integers of any length.
+SMALLEST_FLOAT, LARGEST_FLOAT = map(float, (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
+
+def is_float32(x: float) -> bool:
+    """Returns whether a number is 0, or a normal number in float32, in which models compute.
+
+    NaN and infinity are none. A smaller number would become 0, and a larger one infinity.
+    """
+    return x == 0 or SMALLEST_FLOAT <= abs(x) <= LARGEST_FLOAT
 
 
 class Keys:
@@ -44,8 +55,7 @@ class Keys:
         """Returns a value as `kind`, and refuses a value of another type or out of range."""
         kinds = (int, float) if kind is float else kind
         is_of_kind = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
-        # Refuses infinity, NaN, and integers that are too large for a float.
-        if not is_of_kind or not abs(value) <= sys.float_info.max or not allows(value):
+        if not is_of_kind or not is_float32(value) or not allows(value):
             raise self.refuse(key, value, expected)
         return kind(value)
 

@@ -60,12 +60,13 @@ from manualpar.models.pretrained.architecture import (
     write_config,
 )
 from manualpar.models.pretrained.families import FAMILIES
+from manualpar.models.pretrained.family import is_float32
 from manualpar.models.pretrained.sources import transformer_of
 from manualpar.models.pretrained.tensor_files import CONFIG_FILE as MODEL_CONFIG_FILE
 from manualpar.models.pretrained.tensor_files import DTYPES, read_header, read_slice
 from manualpar.models.pretrained.tensor_names import TensorPiece, pieces_of_transformer
 from manualpar.system.storage import GivenPath, local_path
-from manualpar.system.storage.untrusted import open_tensors, read_object
+from manualpar.system.storage.untrusted import model_file, open_tensors, read_model_object
 
 # -------------------------------------------------------------------------------------------------
 # Finds the module of transformers that has the adapter of each of our parameters.
@@ -465,6 +466,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 }
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 LARGEST = 2**20
+NUMBER = "a number above 0 that float32 represents"
 _PLAIN = re.compile(r"\^?[\w.]+\$?")
 
 
@@ -506,7 +508,7 @@ def read_peft_config(path: Path) -> PeftConfig:
         names the key.
     """
     try:
-        given = read_object(path, follow_links=True)
+        given = read_model_object(path, path.parent)
     except FileNotFoundError:
         raise ValueError(
             f"{path.parent} has no {path.name}, expected a directory of peft."
@@ -523,7 +525,7 @@ def read_peft_config(path: Path) -> PeftConfig:
         raise refuse("peft_type", "'LORA'")
     alpha: Any = given.get("lora_alpha")
     if not _is_number(alpha):
-        raise refuse("lora_alpha", "a number above 0")
+        raise refuse("lora_alpha", NUMBER)
     rank = given.get("r")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < LARGEST:
         raise refuse("r", "a rank of at least 1")
@@ -531,7 +533,7 @@ def read_peft_config(path: Path) -> PeftConfig:
         raise refuse("use_rslora", "true or false")
     alphas = given.get("alpha_pattern") or {}
     if not isinstance(alphas, dict) or not all(map(_is_number, alphas.values())):
-        raise refuse("alpha_pattern", "numbers above 0 by the names of modules")
+        raise refuse("alpha_pattern", f"{NUMBER} for the name of each module")
     if not all(map(_PLAIN.fullmatch, alphas)):
         raise refuse("alpha_pattern", "names of modules, not regular expressions")
     parameters = given.get("target_parameters") or []
@@ -586,7 +588,7 @@ def peft_config(
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf")
+    return isinstance(x, int | float) and not isinstance(x, bool) and x > 0 and is_float32(x)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -858,7 +860,8 @@ def load_peft(program: Program, state: TrainState, directory: GivenPath) -> Trai
             wrong = list(_fill(where, path, place, tensors, vocab_size))
             lines += wrong
             if path.endswith(UP) and not wrong and (rank := tensors[place.names[1]].shape[1]):
-                where *= config.scale(place.module, rank) / model.scale(where.shape[0])
+                with _overflow_is_infinite():
+                    where *= config.scale(place.module, rank) / model.scale(where.shape[0])
     for path, (place, *_) in places.items():
         copy = tensors.get(f"{PREFIX}{place.module}.base_layer.weight")
         if copy is not None and path in by_path:
@@ -926,8 +929,14 @@ def _split_adapters(
       Descriptions of fused tensors that do not fit the model.
     """
     experts = modules_of_experts(places)
-    wrong = split_experts(tensors, experts, config.targets, config.scale)
-    return wrong + split_fused(tensors, fused_modules(places), config.scale)
+    with _overflow_is_infinite():
+        wrong = split_experts(tensors, experts, config.targets, config.scale)
+        return wrong + split_fused(tensors, fused_modules(places), config.scale)
+
+
+def _overflow_is_infinite() -> np.errstate:
+    """Prevents warnings of numbers that overflow, because `replace_adapters` refuses infinity."""
+    return np.errstate(over="ignore", under="ignore", invalid="ignore")
 
 
 def _left_over(
@@ -954,8 +963,9 @@ def _read(directory: Path) -> dict[str, np.ndarray]:
 
     path, found = directory / ARRAYS_FILE, {}
     try:
-        file, _ = open_tensors(path)
-        with file, safetensors.safe_open(path, framework="np", backend="pread"):
+        real = model_file(path, directory)
+        file, _ = open_tensors(real)
+        with file, safetensors.safe_open(real, framework="np", backend="pread"):
             for name, place in read_header(file).items():
                 if place.dtype not in DTYPES.values() or len(place.shape) != 2:
                     raise ValueError(
@@ -964,7 +974,13 @@ def _read(directory: Path) -> dict[str, np.ndarray]:
                     )
                 whole = tuple(map(slice, place.shape))
                 x = read_slice(file.fileno(), place, whole, jnp.dtype(place.dtype))
-                found[name] = x.astype(np.float32)
+                with _overflow_is_infinite():
+                    found[name] = x.astype(np.float32)
+                if not np.isfinite(found[name]).all():
+                    raise ValueError(
+                        f"has {printable(name)} with NaN or infinity, expected finite numbers; "
+                        "the file is damaged, or its training has diverged"
+                    )
     except FileNotFoundError:
         pickled = " Pickled adapters are not unpickled." if (directory / PICKLED).exists() else ""
         raise ValueError(

@@ -4,6 +4,7 @@ Before any tensor is read, the model is compared with `config.json`, and the nam
 dtypes of the tensors are compared with the parameters.
 """
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,7 +93,7 @@ def find_sources(
             f"load_hf: names lacks {' and '.join(list_some(without))}, expected every "
             "parameter of the model, or missing='init'."
         )
-    has_config = names is None or (directory / CONFIG_FILE).is_file()
+    has_config = names is None or os.path.lexists(directory / CONFIG_FILE)
     config = read_config(directory) if has_config else {}
     files, is_wrapped = open_tensor_files(directory, quantization_of(config)), False
     if names is None and "embedding" in pieces:

@@ -1,7 +1,8 @@
 """The `.safetensors` files of a directory: finds the file of each tensor, and reads slices.
 
-The files may come from a stranger. So an index may name only files in its own directory, sizes are
-bounded, the header of every file is compared with the file's length, and nothing is unpickled. Only
+The files may come from a stranger. So an index may name only files in its own directory, a link may
+not leave it (`manualpar.system.storage.untrusted.model_file`), sizes are bounded, the header of
+every file is compared with the file's length, and nothing is unpickled. Only
 the headers and the requested slices of tensors are read.
 
 Files are read with `preadv` and not mapped into memory. So the bytes in the page cache do not count
@@ -26,12 +27,14 @@ import numpy as np
 
 from manualpar.core.state.state_arrays import list_some
 from manualpar.errors import printable, require
+from manualpar.models.pretrained.family import LARGEST
 from manualpar.system.storage import BucketPath, GivenPath, copied_folder, user_cache, user_path
 from manualpar.system.storage.untrusted import (
     MAX_HEADER_BYTES,
     create_file,
+    model_file,
     open_tensors,
-    read_object,
+    read_model_object,
 )
 
 # -------------------------------------------------------------------------------------------------
@@ -220,11 +223,12 @@ class TensorFiles:
         for name in sorted(set(index.values())) if index else [ONE_FILE]:
             path = directory / name
             try:
-                file, length = open_tensors(path, most=left)
+                real = model_file(path, directory)
+                file, length = open_tensors(real, most=left)
                 weakref.finalize(self, file.close)
                 left -= length
                 # `safe_open` checks the header, and compares its sizes with the file's length.
-                with safetensors.safe_open(path, framework="np", backend="pread"):
+                with safetensors.safe_open(real, framework="np", backend="pread"):
                     places = read_header(file)
             except FileNotFoundError:
                 raise _no_files(directory, name) from None
@@ -266,15 +270,15 @@ class TensorFiles:
 
 def has_tensors(directory: Path) -> bool:
     """Returns whether a directory has any `.safetensors` files, even if some are missing."""
-    return (directory / ONE_FILE).exists() or (directory / INDEX_FILE).exists()
+    return any(os.path.lexists(directory / name) for name in (ONE_FILE, INDEX_FILE))
 
 
 def _read_index(directory: Path) -> Mapping[str, str]:
     """Reads the index, which names each tensor's file; `{}` if all tensors are in a single file."""
     path = directory / INDEX_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
-    if (directory / ONE_FILE).exists():
+    if os.path.lexists(directory / ONE_FILE):
         warnings.warn(
             f"load_hf: {directory} has both {ONE_FILE} and {INDEX_FILE}: only {ONE_FILE} is read, "
             "as in transformers. Delete the file that does not belong to the model.",
@@ -282,7 +286,7 @@ def _read_index(directory: Path) -> Mapping[str, str]:
         )
         return {}
     try:
-        files = read_object(path, follow_links=True).get("weight_map")
+        files = read_model_object(path, directory).get("weight_map")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} {error}; expected an index of .safetensors files.") from None
     if not isinstance(files, dict) or not files:
@@ -355,7 +359,7 @@ MXFP4_BLOCK = 32
 # The values of the codes of MXFP4, which has one bit of mantissa.
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4_VALUES = np.concatenate([FP4, -FP4])
-FP8 = "F8_E4M3"
+FP8, BYTES = "F8_E4M3", "U8"
 
 
 class Quantization(NamedTuple):
@@ -379,19 +383,24 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization:
     found = config.get("quantization_config")
     if not found:
         return Quantization()
-    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"quantization_config is {printable(repr(found)):.100}, expected an object with "
+            "quant_method. Take the config.json that the library wrote that quantized the model"
+        )
+    method = found.get("quant_method")
     if method not in METHODS:
         raise ValueError(
-            f"quantization_config.quant_method is {printable(repr(method))}, expected one of "
+            f"quantization_config.quant_method is {printable(repr(method)):.100}, expected one of "
             f"{', '.join(map(repr, METHODS))}, whose codes are decoded on import. Dequantize the "
             "model with the library that quantized it"
         )
     block = found.get("weight_block_size", (128, 128))
     is_pair = isinstance(block, (list, tuple)) and len(block) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in block):
+    if not is_pair or not all(type(size) is int and 0 < size < LARGEST for size in block):
         raise ValueError(
-            f"quantization_config.weight_block_size is {printable(repr(block))}, expected the rows "
-            "and columns of a block, such as [128, 128], because only blocks are decoded"
+            f"quantization_config.weight_block_size is {printable(repr(block)):.100}, expected the "
+            "rows and columns of a block, such as [128, 128], because only blocks are decoded"
         )
     return Quantization(str(method), (block[0], block[1]))
 
@@ -410,12 +419,13 @@ class DecodedFiles(TensorFiles):
         """
         super().__init__(directory)
         method, self._block = quantization
-        self._stored = dict(self.shapes)
+        # The shapes and dtypes in the files; `shapes` and `dtypes` show decoded tensors.
+        self._stored, self._stored_dtypes = dict(self.shapes), dict(self.dtypes)
         self._sources: dict[str, tuple[str, str]] = {}  # Tensor -> its codes and its scales.
-        for name in list(self.shapes):
+        for name, dtype in self._stored_dtypes.items():
             if method == "mxfp4" and name.endswith(BLOCKS):
                 self._show_mxfp4(name, name.removesuffix(BLOCKS))
-            elif method == "fp8" and self.dtypes[name] == FP8:
+            elif method == "fp8" and dtype == FP8:
                 self._show_fp8(name)
 
     def read(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -423,40 +433,59 @@ class DecodedFiles(TensorFiles):
         if tensor not in self._sources:
             return super().read(tensor, index)
         codes, scales = self._sources[tensor]
-        if codes.endswith(BLOCKS):
-            return self._read_mxfp4(codes, scales, index)
-        return self._read_fp8(codes, scales, index)
+        read = self._read_mxfp4 if codes.endswith(BLOCKS) else self._read_fp8
+        # Products of codes and scales may overflow, which the check below finds.
+        with np.errstate(over="ignore", invalid="ignore"):
+            value = read(codes, scales, index)
+        if not np.isfinite(value).all():
+            raise ValueError(
+                f"{self._directory / self.files[tensor]}: {printable(codes)} with the scales "
+                f"{printable(scales)} stands for NaN or infinity, expected finite numbers; the "
+                "files are damaged. Fetch them again."
+            )
+        return value
 
     def _show(self, name: str, codes: str, scales: str, shape: tuple[int, ...]) -> None:
-        for source in {codes, scales}:
-            del self.shapes[source], self.dtypes[source]
+        for source in (codes, scales):
+            self.shapes.pop(source, None)
+            self.dtypes.pop(source, None)
         self.shapes[name], self.dtypes[name] = shape, DECODED
         self.files[name] = self.files[codes]
         self._sources[name] = codes, scales
 
     def _show_mxfp4(self, codes: str, name: str) -> None:
-        scales, shape = name + SCALES, self.shapes[codes]
-        self._check(codes, scales, {"U8"}, shape[:-1])
-        if shape[-1] != MXFP4_BLOCK // 2 or len(shape) != 4:
-            raise ValueError(
-                f"{codes} has the shape {list(shape)}, expected [experts, rows, blocks, 16]."
-            )
+        scales, shape, dtype = name + SCALES, self._stored[codes], self._stored_dtypes[codes]
+        if dtype != BYTES or len(shape) != 4 or shape[-1] != MXFP4_BLOCK // 2:
+            raise self._refuse(codes, f"{BYTES}[experts, rows, blocks, 16] of MXFP4")
+        if name in self._stored:
+            raise self._refuse(name, f"only its codes {printable(codes)}, or only the tensor")
+        self._check(codes, scales, {BYTES}, shape[:-1])
         self._show(name, codes, scales, (shape[0], shape[2] * MXFP4_BLOCK, shape[1]))
 
     def _show_fp8(self, codes: str) -> None:
-        scales, shape = codes + FACTORS, self.shapes[codes]
-        grid = tuple(-(-size // by) for size, by in zip(shape, self._block, strict=False))
+        scales, shape = codes + FACTORS, self._stored[codes]
+        if len(shape) != 2:
+            raise self._refuse(codes, f"{FP8}[rows, columns], because scales are those of blocks")
+        grid = tuple(-(-size // by) for size, by in zip(shape, self._block, strict=True))
         self._check(codes, scales, {"float32", "bfloat16"}, grid)
         self._show(codes, codes, scales, shape)
 
     def _check(self, codes: str, scales: str, dtypes: set[str], shape: tuple[int, ...]) -> None:
-        found = self.dtypes.get(scales), self.shapes.get(scales)
+        found = self._stored_dtypes.get(scales), self._stored.get(scales)
         if found[0] not in dtypes or found[1] != shape:
             raise ValueError(
-                f"{codes}, {list(self.shapes[codes])}, has the scales {scales}: {found[0]}"
+                f"{self._directory / self.files[codes]}: {printable(codes)}, "
+                f"{list(self._stored[codes])}, has the scales {printable(scales)}: {found[0]}"
                 f"{list(found[1] or ())}, expected {' or '.join(sorted(dtypes))}{list(shape)}; the "
                 "codes cannot be decoded. Fetch all files of the model again."
             )
+
+    def _refuse(self, name: str, expected: str) -> ValueError:
+        return ValueError(
+            f"{self._directory / self.files[name]}: {printable(name)} is "
+            f"{self._stored_dtypes[name]}{list(self._stored[name])}, expected {expected}; it "
+            "cannot be decoded. Dequantize the model with the library that quantized it."
+        )
 
     def _read_mxfp4(self, codes: str, scales: str, index: tuple[slice, ...]) -> np.ndarray:
         blocks = self._stored[codes][2]

@@ -26,7 +26,12 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from manualpar.system.storage.bucket_path import AnyPath, BucketError, BucketPath
-from manualpar.system.storage.untrusted import open_own_file, parse_object, write_file
+from manualpar.system.storage.untrusted import (
+    NotAFileError,
+    open_own_file,
+    parse_object,
+    write_file,
+)
 
 # -------------------------------------------------------------------------------------------------
 # Locks a folder in a bucket, by an object that the server lets only one process create.
@@ -233,9 +238,14 @@ def waiting_for(path: Path) -> Iterator[None]:
     """Waits until no other process has locked a file; locks it while the context lasts.
 
     Raises:
-      OSError: The file cannot be opened or locked, or is no regular file.
+      ValueError: The path leads to a link, or to something other than a regular file.
+      OSError: The file cannot be opened, or its file system has no locks.
     """
-    with open_own_file(path) as file:
+    try:
+        file = open_own_file(path)
+    except NotAFileError as error:
+        raise ValueError(f"{path} {error} to lock; delete it.") from None
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from manualpar.system.storage.bucket_path import AnyPath
 
+from manualpar.errors import printable
+
 MAX_BYTES = 1 << 26
 MAX_DEPTH = 64
 COPIED_BYTES = 1 << 24  # A file is copied in parts of this size.
@@ -87,7 +89,7 @@ def read_file(path: Path, *, follow_links: bool = False) -> bytes:
 
 
 def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.BufferedReader, int]:
-    """Opens a `.safetensors` file, which may be a link; also returns the length of its header.
+    """Opens a `.safetensors` file, and returns it with the length of its header.
 
     Args:
       path: The file.
@@ -97,7 +99,7 @@ def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.Buffer
       ValueError: The header is longer than `most`.
       OSError: The file cannot be opened, or is no regular file.
     """
-    file = open_file(path, follow_links=True)
+    file = open_file(path)
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
     # If the file is cut off, the header's length counts as 0, and safetensors reports the damage.
     if length > os.fstat(file.fileno()).st_size:
@@ -241,3 +243,84 @@ def _refuse_depth(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"is nested deeper than {MAX_DEPTH} levels")
+
+
+def model_file(path: Path, folder: Path) -> Path:
+    """Returns the path without links of a file in a model's folder.
+
+    Anybody may have made the folder. A link out of it could lead to a private file of this machine,
+    which an export would publish. So a link must lead to a file of the folder. In the cache of
+    Hugging Face, where `models--NAME/snapshots/REVISION` contains links, they may also lead to
+    `models--NAME/blobs`.
+
+    Args:
+      path: The file, a path below `folder`.
+      folder: The model's folder. A user has named it, so the folder itself may be a link.
+
+    Raises:
+      NotAFileError: The path leads out of the folder, to nothing, or to something other than a
+        regular file.
+      OSError: There is no such file, or it cannot be examined.
+    """
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+    except OSError:
+        if os.path.islink(path):
+            raise NotAFileError("is a link that leads to nothing, expected a file") from None
+        raise
+    root = Path(os.path.realpath(folder))
+    if not any(real.is_relative_to(place) for place in (root, *_blobs(root))):
+        raise NotAFileError(
+            f"leads to {printable(real)}, expected a file in the folder of the model, because a "
+            "link could lead to a private file; copy the file into the folder"
+        )
+    _refuse_other_kinds(os.lstat(real).st_mode)
+    return real
+
+
+def _blobs(folder: Path) -> list[Path]:
+    """Returns the folder of all files of a model in the cache of Hugging Face, if it is there."""
+    found = []
+    for revision in (folder, *folder.parents):
+        snapshots, model = revision.parent, revision.parent.parent
+        if snapshots.name == "snapshots" and model.name.startswith("models--"):
+            found.append(model / "blobs")
+    return found
+
+
+def read_model_file(path: Path, folder: Path) -> bytes:
+    """Reads a small file in a model's folder; see `model_file` and `read_file`."""
+    return read_file(model_file(path, folder))
+
+
+def read_model_object(path: Path, folder: Path) -> dict[str, Any]:
+    """Reads a JSON object in a model's folder; see `model_file` and `parse_object`.
+
+    Raises:
+      ValueError: The object contains half of a surrogate pair, which no text in Unicode has.
+      OSError: The file cannot be read; see `model_file`.
+    """
+    data = read_model_file(path, folder)
+    value = parse_object(data)
+    # JSON can write such a character only in this way.
+    if b"\\ud" in data.lower():
+        _refuse_surrogates(value, "")
+    return value
+
+
+def _refuse_surrogates(value: Any, where: str) -> None:
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            named = f"{printable(where)}={value!r:.100}" if where else "such a key"
+            raise ValueError(
+                f"has {named}, expected text in Unicode, which contains no half of a surrogate pair"
+            ) from None
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _refuse_surrogates(key, "")
+            _refuse_surrogates(inner, f"{where}.{key}" if where else key)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _refuse_surrogates(inner, f"{where}[{number}]")

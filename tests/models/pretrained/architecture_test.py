@@ -30,7 +30,7 @@ def test_a_size_that_no_model_has_is_refused_by_its_key(base):
                 refused({**base, key: value}, key)
     refused({**base, "num_hidden_layers": LARGE}, "num_hidden_layers")
     refused({**base, "num_attention_heads": 17}, "hidden_size")
-    for value in (*FLOATS, float("inf"), float("nan")):
+    for value in (*FLOATS, float("inf"), float("nan"), 1e300, 1e-320):
         refused({**base, "rms_norm_eps": value}, "rms_norm_eps")
         scaling = {"rope_type": "linear", "factor": value}
         refused({**base, "rope_scaling": scaling}, "rope_scaling.factor")

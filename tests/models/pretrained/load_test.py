@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import warnings
 
@@ -153,7 +154,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(made, program, tmp
         load_hf(program, tmp_path / "none")
 
 
-def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
+def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path, tmp_path_factory):
     _, params = made
     index = tmp_path / "model.safetensors.index.json"
 
@@ -180,7 +181,18 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     first.mkdir()
     refused(r"model-1\.safetensors is a folder, expected a file")
     first.rmdir()
-    first.write_bytes(good)
+    for path in (first, index, tmp_path / "config.json"):
+        content = good if path == first else path.read_bytes()
+        elsewhere = tmp_path_factory.mktemp("private") / path.name
+        elsewhere.write_bytes(content)
+        path.unlink(missing_ok=True)
+        path.symlink_to(elsewhere)
+        refused(rf"{path.name} leads to {elsewhere}, expected a file in the folder of the model")
+        path.unlink()
+        os.mkfifo(path)
+        refused(rf"{path.name} is a FIFO, expected a file")
+        path.unlink()
+        path.write_bytes(content)
     for name in ("../model-1.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", 3):
         index.write_text(
             json.dumps({"weight_map": listed["weight_map"] | {"lm_head.weight": name}})

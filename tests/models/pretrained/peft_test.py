@@ -207,7 +207,14 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_
         ({"\x1b[2J": 1}, r"\\x1b\[2J is 1"),
         ({"alpha_pattern": {"(a+)+$": 1}}, "alpha_pattern is .*, expected names of modules"),
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA', expected 'LORA'"),
-        ({"lora_alpha": 0}, "lora_alpha is 0, expected a number above 0"),
+        *(
+            ({"lora_alpha": alpha}, "lora_alpha is .*, expected a number above 0 that float32")
+            for alpha in (0, -1, 10**400, 1e308, 1e-323, float("inf"), True, "4", [4])
+        ),
+        ({"alpha_pattern": {"q": 10**400}}, "alpha_pattern is .*, expected a number above 0 that"),
+        ({"alpha_pattern": {"q": 1e-320}}, "alpha_pattern is .*, expected a number above 0 that"),
+        ({"alpha_pattern": ["q"]}, "alpha_pattern is .*, expected a number above 0 that"),
+        ({"base_model_name_or_path": "\ud800"}, "has base_model_name_or_path=.*, expected text"),
         ({"r": True}, "r is True, expected a rank"),
         ({"use_rslora": "yes"}, "use_rslora is 'yes', expected true or false"),
     ],
@@ -215,7 +222,7 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_
 )
 def test_what_changes_the_function_otherwise_is_refused_by_its_name(tmp_path, change, words):
     path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(CONFIG | change))
+    path.write_text(json.dumps(CONFIG | change).replace("Infinity", "1e400"))
     with pytest.raises(ValueError, match=words):
         read_peft_config(path)
 
