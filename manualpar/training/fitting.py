@@ -186,10 +186,10 @@ def fit(
 def _describe_misspelt(name: str) -> str:
     """Describes an argument that `fit` does not have, with the nearest argument or field."""
     arguments = [x for x in inspect.signature(fit).parameters if x != "misspelt"]
-    fields = {field: f"{short}=" for short, field in FIELD_OF.items()}
-    fields = dict.fromkeys(fields_of(_fill({}))) | fields | {x: f"{x}=" for x in arguments}
-    near = nearest(name, fields)
-    mend = fields[near] or f"config={{{near!r}: ...}}"
+    mends = {field: f"config={{{field!r}: ...}}" for field in fields_of(_fill({}))}
+    mends |= {field: f"{short}=" for short, field in FIELD_OF.items()}
+    mends |= {argument: f"{argument}=" for argument in arguments}
+    mend = mends[nearest(name, mends)]
     return f"fit has no argument {name!r}; the nearest one is {mend}."
 
 

@@ -317,19 +317,19 @@ class Trainer:
 
         Several processes do not agree on such an error, so they cannot save together.
         """
-        is_saved = not self.experiment.config.checkpoint.every_steps or not position.step
-        if error is None or error is not self.hooks.error or is_saved:
+        step, saves = position.step, self.experiment.config.checkpoint.every_steps > 0
+        failed = self.hooks.error
+        if failed is None or error is not failed:
             return
-        if self.cluster.num_processes > 1:
+        if not saves or not step or self.cluster.num_processes > 1:
             return
-        step = position.step
         try:
             self._wait_for_checkpoint()
             if self.checkpoints.latest_step() != step:
                 self.save(state, position)
                 self._wait_for_checkpoint()
         except Exception as failure:
-            error.add_note(f"The state after step {step} is not saved: {failure}")
+            failed.add_note(f"The state after step {step} is not saved: {failure}")
         else:
             self.report(f"the state after step {step} is saved, because the user's code failed")
 
