@@ -41,7 +41,7 @@ _PROCESSES = "several processes only: slow tests in agreement_test"
 # Sites that are not mutated, with reasons: `module:function:callee`; names may have wildcards.
 LEFT_ALONE: Mapping[str, str] = {
     "core.parameters.collectives:is_vma_checked:axis_index": "only its type is read",
-    "core.modes.global_arrays:GlobalParameter.to_array:gather_data_axes": "a constraint; XLA gathers",
+    "core.modes.global_arrays:GlobalParameter.to_array:gather_data_axes": "a constraint",
     "core.model.loops:_Probe.*": _TRACED,
     "core.program.step:Step.loss_only.*": "traced for what the loss differentiates; it never runs",
     "core.model.trace_model:trace.*": _TRACED,

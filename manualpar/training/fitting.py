@@ -187,11 +187,10 @@ def fit(
 def _describe_misspelt(name: str) -> str:
     """Describes an argument that `fit` does not have, with the nearest argument or field."""
     arguments = [x for x in inspect.signature(fit).parameters if x != "misspelt"]
-    every: dict[str, str | None] = dict.fromkeys(fields_of(_fill({})))
-    every |= {field: f"{short}=" for short, field in FIELD_OF.items()}
-    every |= {x: f"{x}=" for x in arguments}
-    near = nearest(name, every)
-    mend = every[near] or f"config={{{near!r}: ...}}"
+    mends = {field: f"config={{{field!r}: ...}}" for field in fields_of(_fill({}))}
+    mends |= {field: f"{short}=" for short, field in FIELD_OF.items()}
+    mends |= {argument: f"{argument}=" for argument in arguments}
+    mend = mends[nearest(name, mends)]
     return f"fit has no argument {name!r}; the nearest one is {mend}."
 
 

@@ -317,13 +317,12 @@ class Trainer:
 
         Several processes do not agree on such an error, so they cannot save together.
         """
-        is_saved = not self.experiment.config.checkpoint.every_steps or not position.step
+        step, saves = position.step, self.experiment.config.checkpoint.every_steps > 0
         failed = self.hooks.error
-        if failed is None or failed is not error or is_saved:
+        if failed is None or error is not failed:
             return
-        if self.cluster.num_processes > 1:
+        if not saves or not step or self.cluster.num_processes > 1:
             return
-        step = position.step
         try:
             self._wait_for_checkpoint()
             if self.checkpoints.latest_step() != step:

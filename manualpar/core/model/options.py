@@ -236,13 +236,13 @@ class ProgramOptions(TypedDict, total=False):
       mesh: The devices, see `make_mesh`. On an abstract mesh, see `abstract_mesh`, a program can be
         traced but not run. Required.
       batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with global shapes `[B, ...]`.
-        Only shapes and dtypes are read. It must have `.inputs`, like `manualpar.Batch`, unless
-        `init_args` is given or the model is an NNX model. Required.
+        Only shapes and dtypes are read. Required.
       init_args: A function of the batch that returns the `(args, kwargs)` that initialise a Linen
         model. An example is `lambda batch: ((batch["source"], batch["target"]), {})`. The
         parameters are those of `model.init({"params": init_rng}, *args, **kwargs)`; other random
         streams of the model use that key too. All values in this batch are zero. If not given, the
-        model is called with `batch.inputs`. NNX models are not called.
+        model is called with `batch.inputs`, or as the loss calls it if the batch has none. NNX
+        models are not called.
       axis_name: The mesh axis, or tuple of axes, that the batch is split over and that a strategy
         shards over.
       axis_aliases: The mesh axes of axis names in the model's modules: a dict from a module's

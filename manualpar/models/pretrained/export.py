@@ -663,6 +663,10 @@ def _copied_size(path: Path, folder: Path, name: str) -> int:
     """Returns the size of a file to copy; refuses one that is not in the folder or is too large."""
     try:
         size = model_file(path, folder).stat().st_size
+    except FileNotFoundError:
+        raise ValueError(
+            f"{name}: {path} cannot be copied, because there is no such file."
+        ) from None
     except OSError as error:
         raise ValueError(f"{name}: {path} {error}.") from None
     if size > MAX_BYTES:

@@ -17,7 +17,6 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -146,12 +145,6 @@ def write_named_file(path: "AnyPath", data: bytes | str) -> None:
       OSError: The file cannot be written.
     """
     path.write_bytes(data.encode() if isinstance(data, str) else data)
-
-
-def copy_file(source: Path, path: Path) -> None:
-    """Copies a file, which may be a link, to a new file; see `open_file` and `create_file`."""
-    with open_file(source, follow_links=True) as file, create_file(path) as copy:
-        shutil.copyfileobj(file, copy, COPIED_BYTES)
 
 
 def open_own_file(path: Path, *, create: bool = True, appends: bool = False) -> io.FileIO:
