@@ -38,6 +38,7 @@ from manualpar.models.transformer import check_lengths
 # as there are `beams` answers.
 
 
+MOST_PENALTY = 5
 NO_SCORE = np.float32(-1e9)  # The score of a beam that does not count, as in transformers.
 
 
@@ -69,6 +70,11 @@ class Search(NamedTuple):
         Raises:
           ValueError: The settings do not go together.
         """
+        if not abs(self.length_penalty) <= MOST_PENALTY:
+            raise ValueError(
+                f"generate: length_penalty is {self.length_penalty!r:.100}, expected a number from "
+                f"-{MOST_PENALTY} to {MOST_PENALTY}, because it is the exponent of a length."
+            )
         if self.beams > 1 and temperature > 0:
             raise ValueError(
                 f"generate: beams is {self.beams} and temperature is {temperature}, expected 0, "
@@ -220,6 +226,10 @@ def run_searches(
 
 
 Prompt = str | Sequence[int]
+# The most positions, answers and beams that a call may ask for. No model uses so many positions,
+# and
+# the cache for more exhausts the memory of the host before any device refuses it.
+MOST = {"max_tokens": 1 << 24, "samples": 1 << 20, "beams": 1 << 10}
 
 
 class _Call(NamedTuple):
@@ -306,8 +316,9 @@ class Generator:
         Communication:
           The communication of `stream`.
         """
+        pieces = self.stream(state, prompts, **options)  # Checks the options.
         answers = [Answer() for _ in range(len(prompts) * options.get("samples", 1))]
-        for piece in self.stream(state, prompts, **options):
+        for piece in pieces:
             answer = answers[piece.row]
             answer.text += piece.text
             if piece.token is not None:
@@ -389,8 +400,11 @@ class Generator:
           log-probabilities for each row; and for the draft model `D` times what a token costs.
         """
         for name, value in (("max_tokens", max_tokens), ("samples", samples), ("beams", beams)):
-            if value < 1 or value != int(value):
-                raise ValueError(f"generate: {name} is {value}, expected at least 1.")
+            if not 1 <= value <= MOST[name] or value != int(value):
+                raise ValueError(
+                    f"generate: {name} is {value!r:.100}, expected at least 1 and at most "
+                    f"{MOST[name]:,}."
+                )
         penalties = make_penalties(
             self.steps.model.vocab_size,
             repetition_penalty,
@@ -412,6 +426,8 @@ class Generator:
         check_lengths(self.steps.model, map(len, encoded), max_tokens)
         if self._speculation:
             self._speculation.check(beams, list(map(len, encoded)), max_tokens)
+        if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+            raise ValueError(f"generate: seed is {seed!r:.100}, expected a number of 64 bits.")
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
         call = _Call(
             self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples, search
