@@ -57,6 +57,7 @@ MANY = 10**6
 LARGE = 2**31 - 1
 FLOATS: tuple[Any, ...] = (0, -1, 10**399, TOO_LARGE, True, "x", [])
 MAY_BE_0 = ("n_shared_experts", "first_k_dense_replace")
+ONE_FILE = "model.safetensors"
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 
@@ -123,6 +124,8 @@ def _configs(models: Path) -> Iterator[Case]:
 def _files(models: Path) -> Iterator[Case]:
     """Yields directories in which a FIFO, a folder, a link or a device replaces a file."""
     index = "model.safetensors.index.json"
+    private = models / "private"
+    private.write_text("{}")
 
     def make_fifo_behind_link(path: Path) -> None:
         os.mkfifo(f"{path}.fifo")
@@ -134,11 +137,12 @@ def _files(models: Path) -> Iterator[Case]:
         "a link to itself": lambda path: path.symlink_to(path.name),
         "a device": lambda path: path.symlink_to("/dev/zero"),
         "a FIFO behind a link": make_fifo_behind_link,
+        "a link to a private file": lambda path: path.symlink_to(private),
     }
     for number, (kind, make) in enumerate(kinds.items()):
-        for name in ("config.json", "tokenizer.json", "model.safetensors", index):
+        for name in ("config.json", "tokenizer.json", "generation_config.json", ONE_FILE, index):
             directory = _make(models / f"{name}_{number}")
-            (directory / ("model.safetensors" if name == index else name)).unlink()
+            (directory / (ONE_FILE if name == index else name)).unlink(missing_ok=True)
             make(directory / name)
             yield _case(directory, f"{name} is {kind}", name.removesuffix(".index.json"))
 

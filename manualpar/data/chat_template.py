@@ -560,9 +560,12 @@ def load_templates(template: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemp
     place, files = "", {}
     for file in tokenizer:
         if file.name == TOKENIZER_CONFIG:
-            fields = read_model_object(file, tokenizer[0].parent)
+            try:
+                fields = read_model_object(file, tokenizer[0].parent)
+                tokens = special_tokens(fields, TOKENS)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"`tokenizer`: {file} {error}.") from error
             config, place = fields.get("chat_template"), str(file)
-            tokens = special_tokens(fields, TOKENS)
         elif file.name == TEMPLATE or file.parent.name == TEMPLATES:
             name = DEFAULT if file.name == TEMPLATE else file.stem
             files[name] = (

@@ -97,8 +97,10 @@ def check_tokenizer(fields: Mapping[str, Any]) -> None:
     Raises:
       ValueError: The tokenizer is refused. The caller puts the tokenizer's file before the message.
     """
-    chains = {kind: _steps(kind, fields[kind]) for kind in KINDS if fields.get(kind) is not None}
     with _held_stderr():
+        chains = {
+            kind: _steps(kind, fields[kind]) for kind in KINDS if fields.get(kind) is not None
+        }
         for pattern in dict.fromkeys(_patterns(list(chains.values()))):
             _check_time(pattern)
         for kind, steps in chains.items():

@@ -59,6 +59,26 @@ def test_the_vocabulary_reaches_to_the_highest_token(tmp_path, tokenizer_file):
     assert tokenizer.fingerprint != load_tokenizer(tokenizer_file).fingerprint
 
 
+def test_padding_to_a_length_does_not_change_how_a_prompt_begins(tmp_path, tokenizer_file):
+    with open(tokenizer_file) as file:
+        content = json.load(file)
+    bos = content["added_tokens"][0]["content"]
+    begin, text = (
+        {"SpecialToken": {"id": bos, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    )
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {bos: {"id": bos, "ids": [0], "tokens": [bos]}},
+    }
+    content["padding"] |= {"strategy": {"Fixed": 100}, "direction": "Left", "pad_id": 5}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert load_tokenizer(str(tmp_path)).begins_with_bos
+
+
 @pytest.mark.parametrize(
     ("special", "bos"),
     [

@@ -151,6 +151,10 @@ REFUSED = [
             r"has a tokenizer_config\.json that has pad_token\.content='\\ud800', expected text",
         ),
         (
+            (CHATML, {"unk_token": [3]}),
+            r"`tokenizer`: t/tokenizer_config\.json has unk_token=\[3\], expected a text\.",
+        ),
+        (
             (CHATML, {"eos_token": "<x>"}),
             r"has no token '<x>', the eos_token of its tokenizer_config",
         ),

@@ -1,6 +1,7 @@
 """Mistakes in classifiers, losses, LoRA, quantization and text generation."""
 
 import functools
+import re
 import types
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from manualpar import Batch, lora, quantized, tensor_parallel
 from manualpar.data.tokenizer import ByteTokenizer
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.finetuning.adapter_files import replace_adapters
 from manualpar.models.generation import Draft, Generator, generator, speculative
 from manualpar.models.generation.drawing import Drawing, sample_tokens
 from manualpar.models.generation.scoring import score_completions
@@ -231,13 +233,31 @@ REFUSED = [
         (([[]], {}), r"prompt 0 has the shape \(0,\)"),
         (([[1.5]], {}), TypeError, "generate: prompt 0 is of float64, expected integers"),
         (([[1], [260]], {}), "prompt 1 has tokens from 260 to 260, expected 0 to 259"),
-        (([[1]], {"max_tokens": 0}), "max_tokens is 0, expected at least 1"),
+        *(
+            (([[1]], {name: value}), f"{name} is {re.escape(str(value)[:20])}.*, expected")
+            for name, values in {
+                "max_tokens": (0, 1.5, 10**9, 10**400, np.inf, np.nan),
+                "samples": (10**12,),
+                "beams": (10**9, 10**400),
+                "seed": (10**30, -(10**400)),
+                "temperature": (1e300, 10**400, np.nan),
+                "top_k": (10**30, np.inf),
+                "top_p": (10**400,),
+                "min_p": (10**400,),
+                "length_penalty": (1e300, 10**400, np.nan),
+                "repetition_penalty": (1e300, 1e-320, 10**400),
+                "frequency_penalty": (1e300, 10**400),
+            }.items()
+            for value in values
+        ),
         (([[1]], {"top_p": 2}), "top_p is 2, expected more than 0"),
         (([[1]], {"min_p": 2}), "min_p is 2, expected at least 0"),
         (([[1]], {"repetition_penalty": 0}), "repetition_penalty is 0, expected a finite"),
         (([[1]], {"presence_penalty": np.nan}), "presence_penalty is nan, expected a finite"),
         (([[1]], {"logit_bias": {260: 1}}), "logit_bias has the token 260, expected 0 to 259"),
         (([[1]], {"logit_bias": {1: np.inf}}), "logit_bias adds inf to the token 1"),
+        (([[1]], {"logit_bias": {1: 10**400}}), "logit_bias adds 1.* to the token 1"),
+        (([[1]], {"logit_bias": {10**400: 1}}), "logit_bias has the token 1.*, expected 0 to 259"),
         (([[1]], {"samples": 0}), "samples is 0, expected at least 1"),
         (([[1]], {"samples": 2}), "samples is 2 and temperature is 0, expected a temp"),
     ),
@@ -273,6 +293,14 @@ REFUSED = [
         (({"model": Transformer(vocab_size=9)}, {}), "a model of 9 tokens, expected 260, the voc"),
         (({"devices": [types.SimpleNamespace(id=3)]}, {}), r"on the devices \[3\], expected those"),
         (({}, {"max_tokens": 9}), "rotary.learned=8.* This is a limit of the draft model"),
+    ),
+    *rows(
+        "adapters",
+        lambda x: replace_adapters("load_adapters", None, None, {"a/lora_a": x, "b": np.zeros(1)}),
+        *(
+            (np.array([1, x], np.float32), "load_adapters: a/lora_a would contain NaN or infinity,")
+            for x in (np.nan, np.inf, -np.inf)
+        ),
     ),
     *rows(
         "sample_tokens",

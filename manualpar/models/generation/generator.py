@@ -24,6 +24,9 @@ from manualpar.models.generation.speculative import Draft, Speculation, Speculat
 from manualpar.models.transformer import check_lengths
 
 Prompt = str | Sequence[int]
+# The most positions and answers that a call may ask for. No model uses so many positions, and the
+# cache for more exhausts the memory of the host before any device refuses it.
+MOST = {"max_tokens": 1 << 24, "samples": 1 << 20}
 
 
 class _Call(NamedTuple):
@@ -109,8 +112,9 @@ class Generator:
         Communication:
           The communication of `stream`.
         """
+        pieces = self.stream(state, prompts, **options)  # Checks the options.
         answers = [Answer() for _ in range(len(prompts) * options.get("samples", 1))]
-        for piece in self.stream(state, prompts, **options):
+        for piece in pieces:
             answer = answers[piece.row]
             answer.text += piece.text
             if piece.token is not None:
@@ -183,8 +187,11 @@ class Generator:
           log-probabilities for each row; and for the draft model `D` times what a token costs.
         """
         for name, value in (("max_tokens", max_tokens), ("samples", samples)):
-            if value < 1 or value != int(value):
-                raise ValueError(f"generate: {name} is {value}, expected at least 1.")
+            if not 1 <= value <= MOST[name] or value != int(value):
+                raise ValueError(
+                    f"generate: {name} is {value!r:.100}, expected at least 1 and at most "
+                    f"{MOST[name]:,}."
+                )
         penalties = make_penalties(
             self.steps.model.vocab_size,
             repetition_penalty,
@@ -209,6 +216,8 @@ class Generator:
         check_lengths(self.steps.model, map(len, encoded), max_tokens)
         if self._speculation:
             self._speculation.check(list(map(len, encoded)), max_tokens)
+        if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+            raise ValueError(f"generate: seed is {seed!r:.100}, expected a number of 64 bits.")
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
         call = _Call(self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples)
         return self._stream(call, [prompt for prompt in encoded for _ in range(samples)])

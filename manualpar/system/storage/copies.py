@@ -22,7 +22,7 @@ from manualpar.system.storage.bucket_path import (
     twice,
 )
 from manualpar.system.storage.drafts import FolderError, waiting_for
-from manualpar.system.storage.untrusted import COPIED_BYTES, create_file, write_file
+from manualpar.system.storage.untrusted import COPIED_BYTES, MAX_BYTES, create_file, write_file
 
 NAME_BYTES = 255  # The longest file name that file systems allow.
 
@@ -70,6 +70,7 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
 
     Raises:
       ContentError: The files change while they are copied.
+      ValueError: A file is too large.
     """
     temporary = Path(tempfile.mkdtemp(prefix="copied-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
@@ -79,6 +80,11 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
         versions = _versions((path, *(path / name for name in names)))
         for each, version in versions.items():
             target = copy if each == path else copy / each.relative_to(path)
+            if version.size > MAX_BYTES:
+                raise ValueError(
+                    f"{each} has {version.size:,} bytes, expected at most {MAX_BYTES:,} of a small "
+                    "file."
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
             write_file(target, each.read_bytes(version=version))
         _check_same(versions, _versions(versions))

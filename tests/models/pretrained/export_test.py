@@ -42,6 +42,39 @@ def source(tmp_path_factory):
     return directory, tensors
 
 
+def test_small_files_are_copied_from_the_folder_of_the_model_only(tmp_path, monkeypatch):
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    secret.write_text("private key")
+    for name in ("tokenizer.json", "merges.txt", "additional_chat_templates/rag.jinja"):
+        (folder / name).write_text("a" * 50)
+    (folder / "other.jinja").write_text("a")
+    (folder / "chat_template.jinja").symlink_to("other.jinja")
+    found = export.tokenizer_files(folder, "like")
+    assert found["chat_template.jinja"] == folder.resolve() / "other.jinja"
+    assert len(found) == 4
+
+    def refused(words):
+        with pytest.raises(ValueError, match=f"^like: {folder}.*{words}"):
+            export.tokenizer_files(folder, "like")
+
+    for name in ("generation_config.json", "additional_chat_templates/x.jinja"):
+        (folder / name).symlink_to(secret)
+        refused(rf"{name} leads to {secret}, expected a file in the folder of the model")
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        refused(rf"{name} is a FIFO, expected a file\.")
+        (folder / name).unlink()
+    monkeypatch.setattr(export, "MAX_BYTES", 49)
+    refused(r"tokenizer\.json has 50 bytes, expected at most 49 of such a file")
+    monkeypatch.setattr(export, "MAX_BYTES", 50)
+    monkeypatch.setattr(export, "MAX_COPIED_BYTES", 150)
+    with pytest.raises(
+        ValueError, match=r"^like: tokenizer\.json, .* have 151 bytes, expected at mo"
+    ):
+        export.tokenizer_files(folder, "like")
+
+
 def current_umask():
     mask = os.umask(0)
     os.umask(mask)

@@ -227,6 +227,19 @@ def test_what_changes_the_function_otherwise_is_refused_by_its_name(tmp_path, ch
         read_peft_config(path)
 
 
+@pytest.mark.parametrize("x", [np.nan, np.inf, 1e300], ids=str)
+def test_an_adapter_that_is_no_number_in_float32_is_refused(tmp_path, x):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): np.ones((2, 16)), name.format("B"): np.full((16, 2), x)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    sizes: Any = {"vocab_size": 8, "num_layers": 1, "hidden_size": 16, "num_heads": 4}
+    with pytest.raises(
+        ValueError, match=r"safetensors has .*lora_B\.weight with NaN or infinity, ex"
+    ):
+        lora_of_peft(Transformer(**sizes, mlp_size=24), tmp_path)
+
+
 def test_a_factor_is_that_of_the_module(tmp_path):
     path = tmp_path / "adapter_config.json"
     with pytest.raises(ValueError, match=r"has no adapter_config\.json, expected a directory of"):
