@@ -238,13 +238,11 @@ REFUSED = [
             for name, values in {
                 "max_tokens": (0, 1.5, 10**9, 10**400, np.inf, np.nan),
                 "samples": (10**12,),
-                "beams": (10**9, 10**400),
                 "seed": (10**30, -(10**400)),
                 "temperature": (1e300, 10**400, np.nan),
                 "top_k": (10**30, np.inf),
                 "top_p": (10**400,),
                 "min_p": (10**400,),
-                "length_penalty": (1e300, 10**400, np.nan),
                 "repetition_penalty": (1e300, 1e-320, 10**400),
                 "frequency_penalty": (1e300, 10**400),
             }.items()
