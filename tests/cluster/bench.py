@@ -22,7 +22,7 @@ SMALL = (
     "--training.eval_every_steps=1000000",
     "--checkpoint.every_steps=50",
 )
-LONG, SHORT = "--training.num_steps=1000000", "--training.num_steps=40"
+LONG, SHORT = "--training.num_steps=1000000", "--training.num_steps=4"
 TRAINS, SAVED = r"step +[1-9]\d*/", r"step +\d{3,}/"
 
 

@@ -22,6 +22,9 @@ HOSTS = "127.0.0.1 localhost\n" + "".join(
     f"{address} {name}\n" for name, address in {**ADDRESSES, "head": HEAD}.items()
 )
 START_SECONDS = 90.0
+# A process that has not written a line in this time hangs. The time until a fault is named has
+# bounds of its own, but a start and a step are as slow as the machine.
+HANG_SECONDS = 300.0
 SLURM = """
 ClusterName=tests
 SlurmctldHost=head({head})
@@ -74,7 +77,7 @@ class Output:
         found = re.search(f"^.*(?:{pattern}).*$", self.text, re.MULTILINE)
         return found[0].strip() if found else None
 
-    def wait_for(self, pattern, seconds=90.0, since=None):
+    def wait_for(self, pattern, seconds=HANG_SECONDS, since=None):
         """Waits for a line; returns the seconds since a moment (or this call), and the line."""
         began = time.monotonic()
         while (line := self.find(pattern)) is None:
