@@ -351,8 +351,9 @@ class _UsedInFloat32(nn.Module):
 
     @nn.nowrap
     def param(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a parameter as flax does, and returns it in float32."""
-        return super().param(*args, **kwargs).astype(jnp.float32)
+        """Makes a parameter as flax does, and returns it in float32 or wider."""
+        value: Any = super().param(*args, **kwargs)
+        return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
 class RMSNorm(_UsedInFloat32, nn.RMSNorm):

@@ -801,10 +801,9 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters that keywords of a call reach: `nnx.Sequential` hands keywords on."""
     own = _parameters(call)
-    module = getattr(call, "__self__", None)
-    if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
+    if getattr(call, "__func__", None) is not nnx.Sequential.__call__ or not call.__self__.layers:
         return own
-    layers = [each.__call__ if isinstance(each, nnx.Module) else each for each in module.layers]
+    layers = [x.__call__ if isinstance(x, nnx.Module) else x for x in call.__self__.layers]
     if "rngs" in own:  # An older flax hands `rngs` to every layer, other keywords to the first.
         return {**_parameters_of_call(layers[0]), "rngs": own["rngs"]}
     return {name: x for layer in layers for name, x in _parameters_of_call(layer).items()}

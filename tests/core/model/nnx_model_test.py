@@ -263,6 +263,15 @@ def only_the_last(rngs):
     return nnx.Sequential(nnx.Linear(32, 32, rngs=rngs), Told(rngs))
 
 
+class Own(nnx.Sequential):
+    """A sequence whose call has parameters of its own."""
+
+    def __call__(self, x, train):
+        for layer in self.layers:
+            x = layer.up(x) if not train else x
+        return x
+
+
 def drop_inner(module, x, rngs):
     return module.inner.dropout(x, rngs=rngs)
 
@@ -279,6 +288,7 @@ def drop_inner(module, x, rngs):
         (Wrapped, {"method": lambda m, x: m.inner.up(x)}, lambda m, rngs: m.inner.up(X)),
         (in_a_row, {"train": True}, lambda m, rngs: m(X, rngs=rngs)),
         (only_the_last, {"train": True}, lambda m, rngs: m(X, rngs=rngs)),
+        (lambda rngs: Own(Told(rngs)), {"train": False}, lambda m, rngs: m.layers[0].up(X)),
         (lambda rngs: nnx.Sequential(in_a_row(rngs)), {}, lambda m, rngs: m(X, rngs=rngs)),
     ],
 )
