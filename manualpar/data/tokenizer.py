@@ -187,7 +187,10 @@ def _check_growth(kind: str, steps: Sequence[dict[str, Any]]) -> None:
         for step, longest in loaded:
             if longest * (length + 1) > MAX_CHARACTERS:
                 raise ValueError(f"has {_named(kind)}s that insert {longest:,} characters at once")
-            value = guarded(functools.partial(trial.run, step, value))
+            try:
+                value = guarded(functools.partial(trial.run, step, value))
+            except ValueError as error:
+                raise ValueError(f"has a {_named(kind)} that fails for a text ({error})") from error
             length = trial.size(value)
             if length > MAX_GROWTH * start:
                 raise ValueError(

@@ -72,7 +72,7 @@ class Search(NamedTuple):
         """
         if not abs(self.length_penalty) <= MOST_PENALTY:
             raise ValueError(
-                f"generate: length_penalty is {self.length_penalty!r:.100}, expected a number from "
+                f"generate: length_penalty is {self.length_penalty!s:.100}, expected a number from "
                 f"-{MOST_PENALTY} to {MOST_PENALTY}, because it is the exponent of a length."
             )
         if self.beams > 1 and temperature > 0:
@@ -227,8 +227,7 @@ def run_searches(
 
 Prompt = str | Sequence[int]
 # The most positions, answers and beams that a call may ask for. No model uses so many positions,
-# and
-# the cache for more exhausts the memory of the host before any device refuses it.
+# and the cache for more exhausts the memory of the host before any device refuses it.
 MOST = {"max_tokens": 1 << 24, "samples": 1 << 20, "beams": 1 << 10}
 
 
@@ -402,7 +401,7 @@ class Generator:
         for name, value in (("max_tokens", max_tokens), ("samples", samples), ("beams", beams)):
             if not 1 <= value <= MOST[name] or value != int(value):
                 raise ValueError(
-                    f"generate: {name} is {value!r:.100}, expected at least 1 and at most "
+                    f"generate: {name} is {value!s:.100}, expected at least 1 and at most "
                     f"{MOST[name]:,}."
                 )
         penalties = make_penalties(
@@ -427,7 +426,7 @@ class Generator:
         if self._speculation:
             self._speculation.check(beams, list(map(len, encoded)), max_tokens)
         if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
-            raise ValueError(f"generate: seed is {seed!r:.100}, expected a number of 64 bits.")
+            raise ValueError(f"generate: seed is {seed!s:.100}, expected a number of 64 bits.")
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
         call = _Call(
             self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples, search

@@ -2,8 +2,8 @@
 
 The files may come from a stranger. So an index may name only files in its own directory, a link may
 not leave it (`manualpar.system.storage.untrusted.model_file`), sizes are bounded, the header of
-every file is compared with the file's length, and nothing is unpickled. Only
-the headers and the requested slices of tensors are read.
+every file is compared with the file's length, and nothing is unpickled. Only the headers and the
+requested slices of tensors are read.
 
 Files are read with `preadv` and not mapped into memory. So the bytes in the page cache do not count
 as memory of the process, and if a file becomes shorter, the process gets an error and is not
