@@ -13,6 +13,7 @@ from tests.house.source_rules import (
     CHAPTERS,
     READ,
     Check,
+    find_followed_links,
     find_import_effects,
     find_imports_of_tests,
     find_lone_readers,
@@ -51,6 +52,7 @@ SCOPES: list[tuple[Check, tuple[str, ...]]] = [
     (find_undocumented, ("manualpar",)),
     (find_summaries_without_verb, ("manualpar",)),
     (find_misshapen_files, PROGRAM),
+    (find_followed_links, ("manualpar",)),
     (find_imports_of_tests, ("tests",)),
 ]
 
@@ -66,6 +68,18 @@ def test_the_code_keeps_the_rule(check: Check, folders: tuple[str, ...]):
 
 
 BROKEN = [
+    (
+        find_followed_links,
+        "manualpar.models.pretrained.architecture",
+        "config = read_object(path, follow_links=True)",
+        "architecture:1: read_object follows links; read the path of model_file",
+    ),
+    (
+        find_followed_links,
+        "manualpar.data.tokenizer",
+        "import tokenizers\nread = tokenizers.Tokenizer.from_file(path)",
+        "tokenizer:2: from_file follows links",
+    ),
     (
         find_imports_of_tests,
         "tests.laws.codes_test",

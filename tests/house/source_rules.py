@@ -105,6 +105,10 @@ WRITING_CLASSES = frozenset({"EventsWriter", "EventFileWriter", "RecordWriter", 
 # Functions and methods that write to a path if an argument is a mode such as "wb".
 OPENING = frozenset({"open", "FileIO", "fdopen", "memmap"})
 WRITING_FLAGS = ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC")
+# Modules that read files of models. Not `chat_template`: a user may name a single file, or a link.
+READ_MODELS = re.compile(
+    r"manualpar\.(models|data\.(tokenizer|tokenizer_check|chat)|commands\.import_export)\b"
+)
 # The only module that may use `check_vma=False`.
 UNCHECKED = "manualpar.layers.attention.unchecked"
 # Words that end with "s" like a verb in the third person, but are not verbs.
@@ -466,4 +470,23 @@ def find_misshapen_files(module: str, source: str) -> list[str]:
         findings.append(f"{module}: {lines} lines; past {MAX_LINES} a file holds two ideas")
     if EMPTY_NAMES & set(module.split(".")[-1].split("_")):
         findings.append(f"{module}: the name says nothing about what is inside")
+    return findings
+
+
+def find_followed_links(module: str, source: str) -> list[str]:
+    """Finds readers of models that follow links without `untrusted.model_file`."""
+    if not READ_MODELS.match(module):
+        return []
+    tree = _tree(source)
+    aliases = _aliases(tree)
+    findings = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = _dotted(node.func, aliases).split(".")[-1]
+        follows = any(keyword.arg == "follow_links" for keyword in node.keywords)
+        if follows or name in ("from_file", "read_text"):
+            findings.append(
+                f"{module}:{node.lineno}: {name} follows links; read the path of model_file"
+            )
     return findings

@@ -87,25 +87,24 @@ def make_penalties(
     """
     if not 1 / LARGEST_FLOAT <= repetition <= LARGEST_FLOAT:
         raise ValueError(
-            f"generate: repetition_penalty is {repetition!r:.100}, expected a finite number "
-            f"above 0 (1 "
-            "for none)."
+            f"generate: repetition_penalty is {repetition!s:.100}, expected a finite number above "
+            "0 (1 for none)."
         )
     for name, value in (("frequency_penalty", frequency), ("presence_penalty", presence)):
         if not abs(value) <= LARGEST_FLOAT:
             raise ValueError(
-                f"generate: {name} is {value!r:.100}, expected a finite number (0 for none)."
+                f"generate: {name} is {value!s:.100}, expected a finite number (0 for none)."
             )
     biases = np.zeros(vocab_size, np.float32)
     for token, value in (bias or {}).items():
         if not 0 <= int(token) < vocab_size:
             raise ValueError(
-                f"generate: logit_bias has the token {token!r:.100}, expected 0 to "
+                f"generate: logit_bias has the token {token!s:.100}, expected 0 to "
                 f"{vocab_size - 1}."
             )
         if not abs(value) <= LARGEST_FLOAT and value != -math.inf:
             raise ValueError(
-                f"generate: logit_bias adds {value!r:.100} to the token {token}, expected a "
+                f"generate: logit_bias adds {value!s:.100} to the token {token}, expected a "
                 "number, or -inf to exclude the token."
             )
         biases[int(token)] = value
@@ -175,25 +174,23 @@ class Drawing(NamedTuple):
         """
         if not 0 <= self.temperature <= LARGEST_FLOAT:
             raise ValueError(
-                f"{function}: temperature is {self.temperature!r:.100}, expected a finite "
-                f"number, at "
-                "least 0 (0 takes the likeliest token)."
+                f"{function}: temperature is {self.temperature!s:.100}, expected a finite number, "
+                "at least 0 (0 takes the likeliest token)."
             )
         if not 0 <= self.top_k < 2**31 or self.top_k != int(self.top_k):
             raise ValueError(
-                f"{function}: top_k is {self.top_k!r:.100}, expected a number of tokens, or 0 "
-                f"for all."
+                f"{function}: top_k is {self.top_k!s:.100}, expected a number of tokens, or 0 for "
+                "all."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(
-                f"{function}: top_p is {self.top_p!r:.100}, expected more than 0 and at most 1 "
-                f"(1 for "
-                "all)."
+                f"{function}: top_p is {self.top_p!s:.100}, expected more than 0 and at most 1 "
+                "(1 for all)."
             )
         if not 0 <= self.min_p <= 1:
             raise ValueError(
-                f"{function}: min_p is {self.min_p!r:.100}, expected at least 0 (0 for all) "
-                f"and at most 1."
+                f"{function}: min_p is {self.min_p!s:.100}, expected at least 0 (0 for all) and at "
+                "most 1."
             )
         temperature, top_p, min_p = map(np.float32, (self.temperature, self.top_p, self.min_p))
         return Drawing(temperature, np.int32(self.top_k), top_p, min_p, self.penalties)

@@ -189,7 +189,7 @@ class Generator:
         for name, value in (("max_tokens", max_tokens), ("samples", samples)):
             if not 1 <= value <= MOST[name] or value != int(value):
                 raise ValueError(
-                    f"generate: {name} is {value!r:.100}, expected at least 1 and at most "
+                    f"generate: {name} is {value!s:.100}, expected at least 1 and at most "
                     f"{MOST[name]:,}."
                 )
         penalties = make_penalties(
@@ -217,7 +217,7 @@ class Generator:
         if self._speculation:
             self._speculation.check(list(map(len, encoded)), max_tokens)
         if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
-            raise ValueError(f"generate: seed is {seed!r:.100}, expected a number of 64 bits.")
+            raise ValueError(f"generate: seed is {seed!s:.100}, expected a number of 64 bits.")
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
         call = _Call(self.steps.adopt(state), drawing, max_tokens, stops, strings, key, samples)
         return self._stream(call, [prompt for prompt in encoded for _ in range(samples)])

@@ -259,7 +259,7 @@ class Speculation:
             )
         if not 1 <= draft.tokens <= MOST_DRAFTED or draft.tokens != int(draft.tokens):
             raise ValueError(
-                f"Generator: draft.tokens is {draft.tokens!r:.100}, expected a whole number from 1 "
+                f"Generator: draft.tokens is {draft.tokens!s:.100}, expected a whole number from 1 "
                 f"to {MOST_DRAFTED}, because each forward pass computes the logits of all of them."
             )
         own, others = model.vocab_size, target.model.vocab_size

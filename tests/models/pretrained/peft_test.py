@@ -234,9 +234,7 @@ def test_an_adapter_that_is_no_number_in_float32_is_refused(tmp_path, x):
     tensors = {name.format("A"): np.ones((2, 16)), name.format("B"): np.full((16, 2), x)}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     sizes: Any = {"vocab_size": 8, "num_layers": 1, "hidden_size": 16, "num_heads": 4}
-    with pytest.raises(
-        ValueError, match=r"safetensors has .*lora_B\.weight with NaN or infinity, ex"
-    ):
+    with pytest.raises(ValueError, match=r"safetensors has .*lora_B\.weight with NaN or infinit"):
         lora_of_peft(Transformer(**sizes, mlp_size=24), tmp_path)
 
 
