@@ -201,5 +201,8 @@ def test_what_is_no_init_args_is_refused(devices8):
         build(BATCH, init_args=3)
     with pytest.raises(ValueError, match="batch has no arrays of shape"):
         build({"scale": 1.0})
-    with pytest.raises(TypeError, match=r"batch is a dict, expected one with \.inputs"):
-        build(BATCH, init_args=None)
+
+
+def test_without_init_args_the_model_is_initialised_as_the_loss_calls_it(devices8):
+    found, given = build(BATCH, init_args=None), build(BATCH)
+    assert [info for info, _ in found.parameters] == [info for info, _ in given.parameters]
