@@ -7,6 +7,7 @@ is made from the docstrings of all modules in the folder, so no public name can 
 
 import functools
 import importlib
+import json
 import posixpath
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"{path}{anchor}"
         return f"{file_address(config['repo_url'], target)}{anchor}" if config["repo_url"] else ""
 
-    page.meta.update(_search_settings(page.file.src_uri, config["extra"].get("keywords", {})))
+    page.meta.update(_search_settings(page.file.src_uri))
     text = replace_links(markdown, find_target)
     notebook = f"notebooks/{page.file.src_uri.removesuffix('.md')}.ipynb"
     if notebook in files.src_uris:
@@ -101,13 +102,27 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     return link_names(html, names_defined(page.markdown))
 
 
-def _search_settings(path: str, keywords: dict[str, list[str]]) -> dict[str, Any]:
-    """Returns metadata for Material's search: keywords, and how high a page stands in the results.
+def on_post_build(config: Any) -> None:
+    """Adds the keywords of `mkdocs.yml` to the sections in the index of the search.
+
+    Raises:
+      ValueError: The site has no section of a keyword's address.
+    """
+    path = Path(config["site_dir"], "search", "search_index.json")
+    index = json.loads(path.read_text(encoding="utf-8"))
+    sections = {section["location"]: section for section in index["docs"]}
+    for address, words in config["extra"]["keywords"].items():
+        if address not in sections:
+            raise ValueError(f"mkdocs.yml: keywords has {address}, expected a section of the site.")
+        sections[address]["tags"] = words
+    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
+
+
+def _search_settings(path: str) -> dict[str, Any]:
+    """Returns metadata for Material's search: how high a page stands in the results.
 
     Pages come first, then the reference of public names. Folders without one are left out.
     """
-    if path in keywords:
-        return {"tags": keywords[path], "search": {"boost": 2}}
     if path.startswith("reference/") and path not in (PUBLIC_NAMES, "reference/manualpar.md"):
         is_public = path in {_rooms()[room] for room in _public_rooms()}
         return {"search": {"boost": 0.1} if is_public else {"exclude": True}}
