@@ -29,6 +29,9 @@ def test_every_page_is_in_the_navigation():
     assert [len(entry["Start here"]) for entry in nav if "Start here" in entry] == [5]
     own = {page.name for page in (ROOT / "docs").glob("*.md")}
     assert own == {page for page in pages if "/" not in page} - {"index.md"}
+    # The README has five pages, and this page has all, for readers of the repository.
+    listed = re.findall(r"\]\((\w+\.md)", (ROOT / "docs" / "pages.md").read_text(encoding="utf-8"))
+    assert own - set(listed) == {"pages.md"}
 
 
 @pytest.mark.slow
