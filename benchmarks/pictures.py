@@ -219,7 +219,7 @@ def one_step(tables: list[Table]) -> Picture:
     """Bytes that a device sends and holds in a step: by formula, as written and as compiled."""
     (table,) = tables
     words = {"parameters": "weights", "gathered": "gathered weights"}
-    bars = []
+    bars: list[Bar] = []
     for row in table.rows:
         if row[0].startswith("held") and not any(bar.name == "" for bar in bars):
             bars.append(Bar("", [], ""))
