@@ -671,9 +671,9 @@ class Transformer(nn.Module):
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
           rows: For generation, see `manualpar.layers.attention.key_value_cache`: `Prompts` if the
-            tokens are complete prompts, or `Past` if `tokens` are new tokens of each row. With
-            `Past` the call reads the keys and values of earlier tokens from the collection `cache`.
-            New keys and values go to the collection `new_keys`.
+            tokens are complete prompts, or `Past` if `tokens` are one new token for each row,
+            `int32[B, 1]`. With `Past` the call reads the keys and values of earlier tokens from the
+            collection `cache`. New keys and values go to the collection `new_keys`.
 
         Returns:
           Without labels `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of
@@ -681,8 +681,7 @@ class Transformer(nn.Module):
           part, `[B/data, S/context, V/split]`, see `split_cross_entropy`. With labels the pair that
           `head_cross_entropy` returns, `float32` and `bool[B/data, S/context]`: the losses in nats,
           and whether the largest logit is the label's. So a large vocabulary needs no array of all
-          logits. With `Prompts` the logits at the last token of each row, `float32[B, 1, V]`; with
-          `Past` at all new tokens, `float32[B, S, V]`.
+          logits. With `rows` the logits at the last token of each row, `float32[B, V]`.
 
         Raises:
           ValueError: `tokens` or a field of the model is out of range; the message names it.
@@ -721,7 +720,7 @@ class Transformer(nn.Module):
             x_BSD = x_BSD * jnp.asarray(self.scales.embedding, config.dtype)
         document_BS = None
         if isinstance(rows, Past):
-            positions = rows.position
+            positions = rows.position[:, None]
         else:
             positions = config.context.positions(tokens.shape[1])
             document_BS = documents
@@ -743,7 +742,8 @@ class Transformer(nn.Module):
         of_head: Any = {"axis": self.split.axis, "vocab_size": self.vocab_size}
         of_head["soft_cap"] = self.logit_soft_cap or None
         if labels is None:
-            return head_logits(x_BSD, head_DV, **of_head)
+            logits = head_logits(x_BSD, head_DV, **of_head)
+            return logits if rows is None else logits[:, 0]
         if train:
             of_head |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         return head_cross_entropy(x_BSD, head_DV, labels, **of_head)
@@ -774,7 +774,7 @@ class Transformer(nn.Module):
         return rows.astype(x_BSD.dtype)
 
     def _length(self, tokens: jax.Array, rows: Prompts | Past | None) -> int | jax.Array:
-        """Returns the positions of a sequence, or up to each row's end or each new token."""
+        """Returns the number of positions of a sequence, or of each row in generation."""
         if isinstance(rows, Past):
             return rows.position + 1
         if isinstance(rows, Prompts):

@@ -38,7 +38,7 @@ from manualpar.core.mesh.splitting import typed_key
 # 3. The frequency penalty is subtracted from a token's logit for each time that the answer contains
 #    it. The presence penalty is subtracted once if the answer contains it.
 #
-# Symbols: `B` rows, `S` new tokens of a row, `V` tokens of the vocabulary.
+# Symbols: `B` rows, `S` positions of a prompt, `V` tokens of the vocabulary.
 
 
 # Settings become float32, in which a larger number would be infinite.
@@ -122,10 +122,10 @@ def history_of(tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> Histor
     return History(counts > 0, jnp.zeros_like(counts))
 
 
-def note(history: History, tokens: jax.Array, is_counted: jax.Array | bool = True) -> History:
-    """Adds tokens of each row's answer, `int32[B, S]`, those where `is_counted`, `bool[B, S]`."""
-    rows, number = jnp.arange(len(tokens))[:, None], jnp.asarray(is_counted, jnp.int32)
-    return history._replace(in_answer=history.in_answer.at[rows, tokens].add(number))
+def note(history: History, token: jax.Array) -> History:
+    """Adds a token to each row's answer, `int32[B]`."""
+    counts = history.in_answer.at[jnp.arange(len(token)), token].add(1)
+    return history._replace(in_answer=counts)
 
 
 def penalize(logits: jax.Array, history: History, penalties: Penalties) -> jax.Array:
