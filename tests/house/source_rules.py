@@ -35,10 +35,9 @@ WINGS = ("errors", "core", "checks", "strategies", "layers", "inspect", "system"
 WINGS += ("data", "models", "training", "planner", "commands")
 CORE = ("trees", "summary", "tracing", "mesh", "parameters", "state", "modes", "model")
 CORE += ("program",)
-# Loose files: the public names, those that have moved, and what `python -m` finds.
+# Loose files: the public names, and what `python -m` finds.
 FRONT = (
     "manualpar",
-    "manualpar._moved",
     "manualpar.launch",
     "manualpar.doctor",
     "manualpar.__main__",
