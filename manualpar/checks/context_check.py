@@ -673,7 +673,9 @@ class SequenceWalk:
         else:
             values, numbers = [x for x, _ in inputs], [number for _, number in inputs]
             values = self._operations.results(part, whole, values, numbers)
-            results = [(x, self._numbers.of(y)) for x, y in zip(values, part.outvars, strict=True)]
+            results = [
+                (x, self._numbers.number(y)) for x, y in zip(values, part.outvars, strict=True)
+            ]
         for variable, numbered in zip(part.outvars, results, strict=True):
             self._set(variable, numbered)
 
@@ -746,7 +748,7 @@ class SequenceWalk:
     def _read(self, part: Any, whole: Any) -> Numbered:
         """Finds the `SplitValue` and the value number of a variable or a constant."""
         part, whole = self._origin(part), self._origin(whole)
-        return self._value(part, whole), self._numbers.of(part)
+        return self._value(part, whole), self._numbers.number(part)
 
     def _value(self, part: Any, whole: Any) -> SplitValue:
         if (known := self._known(part)) is not None:

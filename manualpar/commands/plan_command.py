@@ -47,12 +47,12 @@ from manualpar.planner.plan_report import (
     print_traced,
     search_json,
 )
+from manualpar.planner.planned_experiment import planned_task, prepare_planned
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import has_kernel, read_work
 from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, throughput_of
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import TPU, compile_for_tpu
-from manualpar.planner.vocabulary import planned_task, prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports.tables import print_line
 from manualpar.training.config import flatten_config

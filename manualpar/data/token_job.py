@@ -335,7 +335,7 @@ def _run_job_for_bucket(
     A later call for an equal job uses the same local folder again.
     """
     if (directory / DESCRIPTION).is_file():
-        raise _in_the_way(directory)
+        raise _conflicting_files(directory)
     name = hashlib.blake2b(f"{directory} {job.key}".encode(), digest_size=8).hexdigest()
     made = user_cache() / "made" / name
     # If an earlier call stopped during the upload, the local files are complete already.
@@ -350,7 +350,7 @@ def _run_job_for_bucket(
     return written
 
 
-def _in_the_way(directory: AnyPath) -> ValueError:
+def _conflicting_files(directory: AnyPath) -> ValueError:
     return ValueError(
         f"output is {str(directory)!r}, which already holds token files or is a file; name another "
         "directory."
@@ -374,7 +374,7 @@ def _changed(path: AnyPath) -> int:
 
 def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> None:
     if (directory / DESCRIPTION).exists() or (directory.exists() and not directory.is_dir()):
-        raise _in_the_way(directory)
+        raise _conflicting_files(directory)
     parts.mkdir(parents=True, exist_ok=True)
     described = parts / JOB
     if described.exists():

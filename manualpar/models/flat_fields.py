@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 
 from manualpar.layers.attention.context import Context
-from manualpar.layers.field_groups import find_fields, replace_in_groups
+from manualpar.layers.model_fields import find_fields, replace_in_groups
 from manualpar.layers.moe.experts import Experts
 from manualpar.models.layer_config import Attention, Mlp, Norm, Scales, Split
 from manualpar.models.rotary import Rotary

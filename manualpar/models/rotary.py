@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from manualpar.layers.field_groups import FieldGroup, config_field, refuse, refuse_unknown
+from manualpar.layers.model_fields import FieldGroup, config_field, refuse, refuse_unknown
 
 RotaryKind = Literal["", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional"]
 ROTARY_KINDS: tuple[RotaryKind, ...] = get_args(RotaryKind)

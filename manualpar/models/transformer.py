@@ -37,8 +37,8 @@ from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
 from manualpar.layers.boundaries import bound_axes, platform_traced_for
-from manualpar.layers.field_groups import config_field, refuse, refuse_unknown
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
+from manualpar.layers.model_fields import config_field, refuse, refuse_unknown
 from manualpar.layers.moe.experts import Experts
 from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES
 from manualpar.models.flat_fields import understand_flat_names

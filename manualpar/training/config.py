@@ -24,7 +24,7 @@ import ml_collections
 
 from manualpar.core.mesh.mesh import check_order
 from manualpar.errors import UsageError, nearest
-from manualpar.layers.field_groups import MOST_WRITTEN_OUT
+from manualpar.layers.model_fields import MOST_WRITTEN_OUT
 from manualpar.strategies import strategy_kinds
 from manualpar.strategies.registry import Field
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value

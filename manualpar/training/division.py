@@ -18,7 +18,7 @@ import jax
 import ml_collections
 from jax.sharding import PartitionSpec
 
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, purpose_of
 from manualpar.inspect.communication import trace_collectives
@@ -130,7 +130,7 @@ def combines_examples(program: Program) -> bool | None:
     if program.outer is not None:
         program = program.outer.inner
     axes = set(program.roles.batch_dims[0])
-    loss = on_auto_axes(program.step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
+    loss = with_auto_axes(program.step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
     with no_mesh():
         traced = jax.jit(loss).trace(program.abstract_state, program.abstract_batch)
     return any(

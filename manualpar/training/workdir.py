@@ -282,14 +282,14 @@ def lock_workdir(
             if isinstance(workdir, BucketPath):
                 check = stack.enter_context(hold(workdir, report=report))
             else:
-                check = stack.enter_context(_held(workdir, report))
+                check = stack.enter_context(_hold_on_disk(workdir, report))
         except HeldError as error:
             raise _in_use(workdir, error) from None
         yield check
 
 
 @contextlib.contextmanager
-def _held(workdir: Path, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def _hold_on_disk(workdir: Path, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     path = workdir / LOCK_FILE
     with contextlib.ExitStack() as stack:
         with explained(path):

@@ -13,11 +13,11 @@ from manualpar.planner.compiled_timeline import on_all_links, read_timeline
 from manualpar.planner.compiler_process import CompilerError
 from manualpar.planner.gpu_compiler import compile_for_gpu
 from manualpar.planner.hardware import CHIPS, chip_named
+from manualpar.planner.planned_experiment import prepare_planned
 from manualpar.planner.step_work import read_work
 from manualpar.planner.sweep import Builder, sweep
 from manualpar.planner.topology import parse_topology, place_axes
 from manualpar.planner.tpu_compiler import compile_for_tpu
-from manualpar.planner.vocabulary import prepare_planned
 from manualpar.training.config import load_config
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import make_task

@@ -233,7 +233,7 @@ class _Probe(ArrayBox, eq=False):
         """Records it."""
         self.uses.read_in_branch()
 
-    def of_one_array(self) -> "_Probe":
+    def only_value(self) -> "_Probe":
         """Returns a copy of the box without the zeros: only the array of keys is left."""
         self.to_array()
         return self.replace(zeros=None)
@@ -337,7 +337,7 @@ def _scan(original: Any) -> Callable[..., Any]:
 
 def _while_loop(original: Any) -> Callable[..., Any]:
     def while_loop(cond_fun: Any, body_fun: Any, init_val: Any) -> Any:
-        def after(carry: Any) -> Any:
+        def next_carry(carry: Any) -> Any:
             """Computes the next carry, typed to vary over the axes of the condition too."""
             return cast_to_varying(body_fun(carry), varying_axes(cond_fun(carry)))
 
@@ -348,7 +348,7 @@ def _while_loop(original: Any) -> Callable[..., Any]:
         with _gathered_before(axes, lambda: (cond_fun(init_val), body_fun(init_val))):
             return _with_retry(
                 lambda: original(cond_fun, body_fun, init_val),
-                lambda: original(cond_fun, keeping_type, _fixed_point(after, init_val)),
+                lambda: original(cond_fun, keeping_type, _fixed_point(next_carry, init_val)),
                 at_once=bool(axes),
             )
 
@@ -359,13 +359,13 @@ def _fori_loop(original: Any) -> Callable[..., Any]:
     def fori_loop(lower: Any, upper: Any, body_fun: Any, init_val: Any, **kwargs: Any) -> Any:
         axes = varying_axes((lower, upper))
 
-        def after(carry: Any) -> Any:
+        def next_carry(carry: Any) -> Any:
             return cast_to_varying(body_fun(jnp.asarray(lower), carry), axes)
 
         def keeping_type(index: Any, carry: Any) -> Any:
             return _cast(body_fun(index, carry), _types(carry))
 
-        fixed = functools.partial(_fixed_point, after, init_val)
+        fixed = functools.partial(_fixed_point, next_carry, init_val)
         with _gathered_before(axes, lambda: body_fun(jnp.asarray(lower), init_val)):
             return _with_retry(
                 lambda: original(lower, upper, body_fun, init_val, **kwargs),

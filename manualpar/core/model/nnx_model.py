@@ -575,7 +575,7 @@ class NNXModel(ModelInterface):
             out = nnx.capture(run, *types)(module)
         out, *states = out if types else (out,)
         made = None if every else frozenset(requested) - known
-        own = self._kept(module, made)
+        own = self._collect_kept(module, made)
         captured = [leaf for state in states for leaf in nnx.to_flat_state(state)]
         empty: dict[str, Any] = {name: {} for name in requested if name not in known}
         return out, empty | _by_collection([*own, *captured]), _by_collection(own)
@@ -615,14 +615,16 @@ class NNXModel(ModelInterface):
         if not isinstance(leaf, nnx.Variable):
             return value
         if isinstance(value, nn.Partitioned):
-            value = value.of_one_array() if isinstance(value, ArrayBox) else value
+            value = value.only_value() if isinstance(value, ArrayBox) else value
         if isinstance(value, nn.Partitioned):
             key = path_text(path)
             dims = None if self.loop_dims is None else self.loop_dims.get(key, frozenset())
             return gathering_variable(leaf, value, path=key, loop_dims=dims)
         return type(leaf).from_metadata(value, leaf.get_metadata())
 
-    def _kept(self, module: nnx.Module, made: frozenset[str] | None) -> list[tuple[Path, Any]]:
+    def _collect_kept(
+        self, module: nnx.Module, made: frozenset[str] | None
+    ) -> list[tuple[Path, Any]]:
         """Collects the variables of a module after a call, except parameters.
 
         `made` are the collections in which the call may make variables; `None` for all.

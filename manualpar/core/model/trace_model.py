@@ -52,8 +52,8 @@ from manualpar.core.parameters.placement import (
     ParameterInfo,
     computed_specs,
     describe_parameters,
-    on_stages,
     split_names,
+    split_over_stages,
     strip_boxes,
 )
 from manualpar.core.parameters.sharded_parameter import (
@@ -674,7 +674,7 @@ def trace_model(
     )
     infos = tracer.describe(tracer.boxed_params, loop_dims)
     if pipeline:
-        infos = on_stages(infos, stacked, pipeline.axis)
+        infos = split_over_stages(infos, stacked, pipeline.axis)
     infos = jax.tree.map(
         lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
     )

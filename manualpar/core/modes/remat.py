@@ -296,7 +296,7 @@ def _drop_weights(
             is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
             cotangents = jax.tree.map(_instantiate, cotangents, is_leaf=is_zero)
             if not in_loop:  # The barrier keeps XLA from merging the second gather with the first.
-                inputs = _after(cotangents, inputs)
+                inputs = _hold_until(cotangents, inputs)
             pullback = jax.tree.unflatten(vjp, residuals.restore(saved, inputs))
             return _put(pullback(cotangents), wanted, (None,) * count)
 
@@ -456,7 +456,7 @@ def _instantiate(cotangent: Any) -> Any:
     return jax.sharding.reshard(zero, aval.sharding.spec) if is_typed else zero
 
 
-def _after(values: Any, inputs: Sequence[Any]) -> list[Any]:
+def _hold_until(values: Any, inputs: Sequence[Any]) -> list[Any]:
     """Returns the inputs through a barrier, so that XLA uses them only after `values` exist."""
     inputs = list(inputs)
     by_type: dict[frozenset[str], list[int]] = {}

@@ -164,15 +164,15 @@ class ErrorFeedback(_ReductionQuantizer):
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
         """Reduce-scatters `x` plus the residual, and sets `lost`, see `Quantizer`."""
-        total, self.lost = self.quantizer.scatter_sum(self._with(x), dim, axes)
+        total, self.lost = self.quantizer.scatter_sum(self._add_residual(x), dim, axes)
         return total, self.lost
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
         """Averages `x` plus the residual, and sets `lost`, see `Quantizer`."""
-        mean, self.lost = self.quantizer.mean(self._with(x), axes)
+        mean, self.lost = self.quantizer.mean(self._add_residual(x), axes)
         return mean, self.lost
 
-    def _with(self, x: jax.Array) -> jax.Array:
+    def _add_residual(self, x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32) + self.residual
 
 

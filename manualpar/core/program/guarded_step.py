@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh
+from manualpar.core.mesh.mesh_context import JittedOutsideMesh, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.state.metrics import UNEVEN
 from manualpar.core.state.state_arrays import list_some
@@ -39,7 +39,7 @@ _MENDS = {
 }
 
 
-class GuardedStep(OutsideMeshes):
+class GuardedStep(JittedOutsideMesh):
     """A jitted step that refuses donated arrays, and waits for earlier steps on simulated devices.
 
     A `GuardedStep` is called like the step. The step returns `metrics`, or a tuple

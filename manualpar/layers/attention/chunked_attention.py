@@ -71,7 +71,7 @@ def attend_in_blocks(
       value: `[B, S, K, H]`, of the dtype of `key`.
       documents: `int32[B, S]`, or `None` if each sequence is one document.
       scoring: Which keys a query sees, and the cap of scores.
-      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
+      sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -115,7 +115,7 @@ def attend_from_half_blocks(
         `(None, None)` if each sequence is one document.
       axis: The mesh axis over which the sequence is split.
       scoring: Which keys a query sees, and the cap of scores.
-      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
+      sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.

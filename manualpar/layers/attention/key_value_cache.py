@@ -126,7 +126,7 @@ def attend_to_kept(
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
       past: The positions of the new tokens.
       scoring: Which positions the layer sees, and the bound of scores.
-      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
+      sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 
     Returns:
       `[B, 1, N, H]`.

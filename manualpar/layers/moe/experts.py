@@ -7,7 +7,7 @@ import jax
 
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.layers.boundaries import bound_axes
-from manualpar.layers.field_groups import (
+from manualpar.layers.model_fields import (
     MOST_WRITTEN_OUT,
     FieldGroup,
     config_field,

@@ -296,10 +296,12 @@ def adapt_parameters(variables: Any, scale: Callable[[int], float]) -> Any:
         plain = adapted_path(path)
         a, b = params.pop(path), params.pop(path.removesuffix(DOWN) + UP)
         if plain + CODES in params:
-            value: Any = EncodedParameter.of(params.pop(plain + CODES), params.pop(plain + SCALES))
+            value: Any = EncodedParameter.from_codes(
+                params.pop(plain + CODES), params.pop(plain + SCALES)
+            )
         else:
             value = params[plain]
-        params[plain] = AdaptedParameter.of(value, a, b, scale)
+        params[plain] = AdaptedParameter.from_parts(value, a, b, scale)
     return {**variables, "params": unflatten_dict(params, sep="/")}
 
 
@@ -315,7 +317,9 @@ class AdaptedParameter(ArrayBox, eq=False):
     scale: Any = flax.struct.field(default=None, pytree_node=False)
 
     @classmethod
-    def of(cls, value: Any, a: Any, b: Any, scale: Callable[[int], float]) -> "AdaptedParameter":
+    def from_parts(
+        cls, value: Any, a: Any, b: Any, scale: Callable[[int], float]
+    ) -> "AdaptedParameter":
         """Makes the box from a parameter and its adapter, which may be boxes or arrays."""
         number = (a.value if is_box(a) else a).ndim
         return cls((value, a, b), names=(None,) * number, scale=scale)

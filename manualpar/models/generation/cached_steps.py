@@ -273,7 +273,7 @@ class CachedSteps:
             if drawing.penalties is not None:
                 history = history_of(tokens, lengths, self.model.vocab_size)
             drawn = self._choose(logits, history, keys, lengths, drawing)
-            return Rows(cache, drawn.token, lengths, start, keys, history), self._of_all(drawn)
+            return Rows(cache, drawn.token, lengths, start, keys, history), self._gather_rows(drawn)
 
         run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens))
         rows, drawn = run(params, collections, drawing, tokens, lengths, keys)
@@ -299,7 +299,8 @@ class CachedSteps:
             history = None if rows.history is None else note(rows.history, rows.token)
             after = position + 1
             drawn = self._choose(logits, history, rows.keys, after, drawing)
-            return Rows(cache, drawn.token, after, start, rows.keys, history), self._of_all(drawn)
+            new_rows = Rows(cache, drawn.token, after, start, rows.keys, history)
+            return new_rows, self._gather_rows(drawn)
 
         run = self._on_mesh(on_device, (self._rows_specs(specs),), specs)
         rows, drawn = run(params, collections, drawing, rows)
@@ -321,7 +322,7 @@ class CachedSteps:
                     variables, inputs, train=False, labels=labels
                 )
             total = -jnp.where(marked, losses, 0).sum(axis=1)
-            scores: Scores = self._of_all(Scores(total, jnp.all(is_best | ~marked, axis=1)))
+            scores: Scores = self._gather_rows(Scores(total, jnp.all(is_best | ~marked, axis=1)))
             return scores
 
         whole, mode = PartitionSpec(), self.program.step.mode
@@ -380,7 +381,7 @@ class CachedSteps:
         of_token = jnp.take_along_axis(likelihood, token[:, None], axis=1)
         return Drawn(token, of_token[:, 0])
 
-    def _of_all(self, rows: Any) -> Any:
+    def _gather_rows(self, rows: Any) -> Any:
         """Gathers the rows of all devices over the data axes."""
         gather = functools.partial(gather_invariant, scope=EXAMPLES_SCOPE)
         return jax.tree.map(lambda x: gather(x, 0, self._data_axes), rows)

@@ -23,7 +23,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.program.guarded_step import check_state
 from manualpar.core.program.load_state import plain_leaves, variable_leaves
 from manualpar.core.program.program import Program
@@ -54,7 +54,6 @@ from manualpar.models.pretrained.slices import (
     slices_of,
     within,
 )
-from manualpar.models.pretrained.sources import check_same_model, transformer_of
 from manualpar.models.pretrained.tensor_files import (
     CONFIG_FILE,
     DTYPES,
@@ -71,6 +70,7 @@ from manualpar.models.pretrained.tensor_files import (
     write_slice,
 )
 from manualpar.models.pretrained.tensor_names import TensorPiece, pieces_of_transformer, spelling
+from manualpar.models.pretrained.tensor_sources import check_same_model, transformer_of
 from manualpar.system.cluster.agreement import failing_together, from_first, gather
 from manualpar.system.storage import (
     LOCK_PREFIX,
@@ -605,7 +605,7 @@ def _gathered(x: jax.Array, tensor: Tensor) -> tuple[Tensor, jax.Array]:
     if x.is_fully_addressable:
         return tensor, x
     sharding: Any = x.sharding
-    take = on_auto_axes(_index, mesh=sharding.mesh, out_specs=PartitionSpec())
+    take = with_auto_axes(_index, mesh=sharding.mesh, out_specs=PartitionSpec())
     with no_mesh():
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
         whole = jax.jit(take, out_shardings=replicated)(x, tensor.piece.entry)

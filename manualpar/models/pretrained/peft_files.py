@@ -42,7 +42,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import list_some, read_unpadded
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import printable, require
-from manualpar.layers.attention.kinds import Device, planned_device
+from manualpar.layers.attention.causal_attention import Device, planned_device
 from manualpar.models import Transformer
 from manualpar.models.finetuning.adapter_files import (
     lora_interface,
@@ -61,10 +61,10 @@ from manualpar.models.pretrained.architecture import (
 )
 from manualpar.models.pretrained.families import FAMILIES
 from manualpar.models.pretrained.family import is_float32
-from manualpar.models.pretrained.sources import transformer_of
 from manualpar.models.pretrained.tensor_files import CONFIG_FILE as MODEL_CONFIG_FILE
 from manualpar.models.pretrained.tensor_files import DTYPES, read_header, read_slice
 from manualpar.models.pretrained.tensor_names import TensorPiece, pieces_of_transformer
+from manualpar.models.pretrained.tensor_sources import transformer_of
 from manualpar.system.storage import GivenPath, local_path
 from manualpar.system.storage.untrusted import model_file, open_tensors, read_model_object
 

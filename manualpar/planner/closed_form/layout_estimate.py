@@ -432,7 +432,7 @@ class LayoutEstimator:
         pipeline = None
         if ticks is not None:
             runs = {"forward": chunk_runs, "backward": chunk_runs}
-            computed = grouped((ticks.of(product.scope), product) for product in products)
+            computed = grouped((ticks.part_of(product.scope), product) for product in products)
             works = {
                 part: PartWork(
                     runs.get(part, layout.num_minibatches),

@@ -31,11 +31,11 @@ from manualpar.planner.closed_form.layout import (
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.closed_form.layout_work import step_memory_of
 from manualpar.planner.plan import StepEstimate
+from manualpar.planner.planned_experiment import prepare_planned
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work, with_repeats
 from manualpar.planner.sweep import Outcome, throughput_of
 from manualpar.planner.topology import MOST_SPLIT, Topology, levels_of
-from manualpar.planner.vocabulary import prepare_planned
 from manualpar.strategies.shared_options import ReplicaMean
 from manualpar.training.config import flatten_config
 

@@ -24,7 +24,7 @@ from manualpar.core.state.state_arrays import list_some
 from manualpar.system.cluster.cluster import Cluster
 from manualpar.system.cluster.facts import Facts, describe_differences
 from manualpar.system.cluster.failure_detector import UNWATCHED
-from manualpar.system.cluster.own_host import (
+from manualpar.system.cluster.this_host import (
     Finding,
     Host,
     device_facts,

@@ -27,7 +27,6 @@ from manualpar.system.cluster.environment import MEND, Assignment, find_assignme
 from manualpar.system.cluster.facts import Facts, announce
 from manualpar.system.cluster.hub import Hub
 from manualpar.system.cluster.messages import TOKEN_VARIABLE, NotMetError, Terms
-from manualpar.system.cluster.own_host import check_hub_limits, raise_limits
 from manualpar.system.cluster.preflight import (
     PreflightError,
     Verdict,
@@ -35,6 +34,7 @@ from manualpar.system.cluster.preflight import (
     compare_devices,
     describe_refusal,
 )
+from manualpar.system.cluster.this_host import check_hub_limits, raise_limits
 from manualpar.system.storage import AnyPath
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"

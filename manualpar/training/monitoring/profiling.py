@@ -65,7 +65,7 @@ class StepProfiler:
         """Returns whether a step is profiled, which makes it slower than other steps."""
         return step in self.steps
 
-    def before(self, step: int, state: Any) -> None:
+    def begin_step(self, step: int, state: Any) -> None:
         """Begins step number `step`; waits for `state` if this is the first profiled step."""
         if self._is_done or step not in self.steps:
             return
@@ -79,7 +79,7 @@ class StepProfiler:
             self._is_tracing = True
         self._step.enter_context(jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step))
 
-    def after(self, step: int, state: Any) -> None:
+    def end_step(self, step: int, state: Any) -> None:
         """Ends step number `step`; waits for `state` if this is the last profiled step."""
         if self._is_done or step not in self.steps:
             return
