@@ -14,12 +14,7 @@ from manualpar.core.program.program import Program
 
 
 def check_program(program: Program) -> None:
-    """Refuses a program whose model, options or traced steps are wrong; compiles nothing.
-
-    Raises:
-      ValueError: The model mixes positions that are on different devices, an option does not fit
-        the parameters, or a traced step could hang or take a wrong derivative.
-    """
+    """Refuses a program whose model, options or traced steps are wrong; compiles nothing."""
     name, step = program.strategy.name, program.step
     batch = shapes_of_batch(f"{name}: batch", program.abstract_batch)
     check_context(name, program.model, batch, program.roles)

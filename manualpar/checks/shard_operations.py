@@ -114,9 +114,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
     """Refuses an operation that is wrong on shards.
 
     Args:
-      shards: The equation on shards.
       whole: The same equation on whole arrays.
-      axis: The mesh axis over which arrays are split.
       devices: The number of devices along `axis`.
 
     Raises:

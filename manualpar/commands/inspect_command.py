@@ -646,9 +646,6 @@ def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None =
     The width of a tick is the time of its slowest stage.
 
     Args:
-      table: The schedule's table.
-      path: The file to write.
-      title: The title of the picture.
       costs: The FLOPs of each part of a tick. Without costs, a backward pass takes as long as two
         forward passes, and nothing else takes time.
 
@@ -826,10 +823,6 @@ def read_ledger(
       `schedule`, see `read_schedule`; and `parts`, see `trained_parts`. A compiled collective also
       has a `purpose` and a `module`, as far as XLA has kept these names. If XLA merged several
       collectives, their names are joined with `+`.
-
-    Raises:
-      UsageError: The config contradicts itself or does not fit the devices, the step cannot be
-        read, or `needs_pipeline` is set and the step has no pipeline.
     """
     with users_mistakes(f"{named.path}: "):
         experiment = prepare(named.config, devices=None if compile else devices)

@@ -220,11 +220,7 @@ def _environment() -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Writes a value of lists, dicts, strings and numbers to the file's buffer.
-
-    Raises:
-      ValueError: The value contains an object of another type.
-    """
+    """Writes a value of lists, dicts, strings and numbers to the file's buffer."""
     data = marshal.dumps(message)
     file.write(len(data).to_bytes(LENGTH_BYTES, "big"))
     file.write(data)

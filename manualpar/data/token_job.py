@@ -83,7 +83,6 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
     """Makes all parts that still have to be made.
 
     Args:
-      work: The parts.
       processes: The number of processes. With 1 this process makes the parts.
       report: Called regularly with all the work done so far.
 
@@ -256,10 +255,6 @@ def make_job(
       held_out: The fraction of the documents in eval; test has the same fraction. Not used for
         `text`.
       template: See `Job`.
-
-    Raises:
-      ValueError: An argument is not allowed, or a file that an argument names is missing or
-        damaged.
     """
     parts: list[DocumentRange | TextPart] = []
     if source == "text":
@@ -299,14 +294,12 @@ def run_job(
     If an earlier call for an equal job was interrupted, this call completes its directory.
 
     Args:
-      job: The job to run.
       directory: The directory to make; its parents need not exist. If the directory is in a bucket,
         the files are made in the user's cache folder and then uploaded, the description last.
       processes: The number of processes that make tokens; 1 for only this process.
       report: Called regularly with the progress.
 
     Raises:
-      ValueError: The directory has other content, or a split would have no document.
       DamagedDataError: A file of documents is damaged, or a process was killed.
       OSError: The directory cannot be written to.
     """

@@ -560,10 +560,8 @@ def find_peak(
     Args:
       operations: The operations, in their order.
       values: Every value, by number. Values that the compiler adds are appended.
-      kept: The values that are held to the end.
       replaced: Pairs of an argument and the new value that is stored in its memory, such as the old
         and the new parameters. The new value is held to the end.
-      fusion: The operations that the compiler fuses.
       elsewhere: Values that are stored in the memory of arrays outside of `operations`.
     """
     kept = {*kept, *(new for _, new in replaced)}

@@ -208,8 +208,6 @@ def rotary_angles(
     Args:
       positions: `int32[S]`, or `int32[B, S]` for angles `[B, S, R/2]`.
       head_size: The features of a head, `H`.
-      base: The base of the frequencies.
-      scaling: Slows rotations down.
       features: See `Rotary`.
       length: The number of positions of the sequence, or `int32[B]` for each sequence. Only some
         kinds of scaling need it.

@@ -173,15 +173,11 @@ def run_layers(
     """Runs all layers, which become submodules of the calling module.
 
     Args:
-      model: The model that has the layers.
       config: The layers' config; the local layers' config if there are two kinds.
       x_BSD: The residual stream, see `Layer`.
       angles: The angles of both kinds; all layers use `of_global` if there is only one kind.
       document_BS: See `Layer`.
       rows: See `Transformer`.
-
-    Returns:
-      The residual stream, of the shape of `x_BSD`.
 
     Communication:
       The communication of the layers.
@@ -489,8 +485,6 @@ def context_on(model: "Transformer", sizes: Mapping[str, int], platform: str) ->
     """Returns a model's context on devices, with the communication that `"auto"` stands for.
 
     Args:
-      model: The model.
-      sizes: The sizes of the mesh axes.
       platform: The platform of the devices, such as `"gpu"`; `""` if it is not known.
     """
     devices = sizes.get(model.context.axis or "", 1)
@@ -500,15 +494,11 @@ def context_on(model: "Transformer", sizes: Mapping[str, int], platform: str) ->
 def check_lengths(model: "Transformer", prompts: Iterable[int], max_tokens: int) -> None:
     """Refuses answers of `max_tokens` tokens whose positions the model cannot represent.
 
-    Args:
-      model: The model.
-      prompts: The number of tokens of each prompt.
-      max_tokens: The most tokens of an answer.
+    With the scaling `"longrope"`, an answer must not cross the original length, because the keys
+    that are kept have been rotated by the factors of short sequences.
 
-    Raises:
-      ValueError: An answer is longer than the table of learned positions. Or the kind of scaling is
-        `"longrope"`, and an answer crosses the original length: the keys that are kept have been
-        rotated by the factors of short sequences.
+    Args:
+      prompts: The number of tokens of each prompt.
     """
     rotary, scaling = model.rotary, model.rotary.scaling
     for index, length in enumerate(prompts):
@@ -526,11 +516,7 @@ def check_lengths(model: "Transformer", prompts: Iterable[int], max_tokens: int)
 
 
 def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens and the documents of packed inputs.
-
-    Raises:
-      ValueError: The inputs have other names, or their arrays do not fit each other.
-    """
+    """Returns the tokens and the documents of packed inputs."""
     if set(inputs) != {"tokens", "documents"}:
         raise ValueError(
             f"Transformer: inputs have {', '.join(sorted(inputs)) or 'nothing'}, expected 'tokens' "

@@ -88,11 +88,7 @@ def divide_batch(
     devices: int,
     earlier: EarlierDivision | None = None,
 ) -> Division:
-    """Divides the batch of a config over `devices` along `data_axes`.
-
-    Raises:
-      ValueError: The devices, or the devices times the minibatches, do not divide the batch.
-    """
+    """Divides the batch of a config over `devices` along `data_axes`."""
     batch_size, asked = config.data.batch_size, config.optimizer.num_minibatches
     began = earlier.division if earlier and _asks_the_same(config, earlier.config) else None
 
@@ -152,8 +148,6 @@ def describe_change(
 
     Args:
       before: The division in the checkpoint, as JSON.
-      now: The division of this run.
-      batch_size: The number of examples of a step.
       draws: Whether the loss may draw random numbers, such as dropout masks.
       combines: Returns whether the loss combines examples, see `combines_examples`.
     """

@@ -120,8 +120,7 @@ def with_auto_axes(
 def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
     """Explains JAX's errors about shardings in a model; a context manager.
 
-    Raises:
-      ValueError: JAX refuses a sharding in the model. Other errors stay as they are.
+    Other errors stay as they are.
     """
     try:
         yield

@@ -50,18 +50,13 @@ def find_loop_dims(
     """Finds the dims of parameters that `nn.scan` and `nn.vmap` run over, by path.
 
     Args:
-      strategy: The strategy's name, for messages.
       trace_loss: Traces the loss.
-      params: The tree of abstract parameters.
       boxed: The same tree with a true leaf for each parameter to probe.
       optional: The same tree with a true leaf for each further parameter to probe. If the loss
         reads one of these in a way that is refused, none of them is probed. One that is read in a
         loop within a branch that some devices skip is left out of the result.
       gathers_in_loss: Whether this package gathers parameters where the loss reads them. If so,
         the loss may not differentiate parameters.
-
-    Raises:
-      ValueError: A parameter is differentiated, or read without its module's `self.param`.
     """
     key_dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype
     loop_dims: dict[str, set[int]] = {}
@@ -208,11 +203,7 @@ class _Probe(ArrayBox, eq=False):
     zeros: Any = None
 
     def to_array(self) -> Any:
-        """Returns zeros of the expected shape, typed as a gathered parameter is.
-
-        Raises:
-          ValueError: The box's arrays were changed from outside the box, or are differentiated.
-        """
+        """Returns zeros of the expected shape, typed as a gathered parameter is."""
         if self.zeros is not None:
             _refuse_derivative(self.zeros)
         expected = [None if name is None else self.part_shape[int(name)] for name in self.names]

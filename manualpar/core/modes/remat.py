@@ -110,9 +110,6 @@ def regather_for_backward(
       loops: Chooses how layers run; by default they run as the function says. The parameters are
         the function's first argument.
 
-    Returns:
-      The function, with the same values and gradients.
-
     Communication:
       The backward pass has one more all-gather for each parameter whose value it needs. (It does
       not need the value of a bias or of the first layer's kernel.)

@@ -35,12 +35,7 @@ from manualpar.core.trees import Grads, Infos, Params, PerDevice, Placements
 
 
 def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
-    """Refuses error feedback unless gradients are quantized once, after all minibatches.
-
-    Raises:
-      ValueError: `error_feedback=True` is incompatible with another option, which the message
-        names.
-    """
+    """Refuses error feedback unless gradients are quantized once, after all minibatches."""
     # If the strategy has replica axes, as HSDP, only the reduction over these axes is quantized.
     # This reduction runs once a step, in one collective, as error feedback requires.
     quantizes_all = not strategy.replica_axes
@@ -263,14 +258,9 @@ def gradient_rounding(
     """Makes the `GradientRounding` of a program.
 
     Args:
-      strategy: The strategy.
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
       placements: The same tree with a `Route` at each leaf.
-      mode: The mode.
       options: The options of the program, see `ProgramOptions`.
-
-    Raises:
-      ValueError: See `check_feedback`.
     """
     error_feedback, is_stochastic = options["error_feedback"], options["stochastic_rounding"]
     residuals: dict[str, Residual] = {}

@@ -66,9 +66,6 @@ class GuardedStep(JittedOutsideMesh):
         """Wraps a step.
 
         Args:
-          name: The step's name, for error messages.
-          step: The jitted step.
-          mesh: The mesh on which it runs.
           check_state: Raises an error for a state that does not fit the program.
           abstract: The abstract state with shardings, to place leaves that a user has set.
         """

@@ -186,10 +186,8 @@ class JittedSteps:
         """Decides the shardings.
 
         Args:
-          mesh: The user's mesh.
           layout: The state with a `PartitionSpec` at each leaf.
           state: The abstract state, without shardings.
-          compiler_options: XLA's options for steps.
         """
         is_explicit = AxisType.Explicit in mesh.axis_types
         axis_type = AxisType.Explicit if is_explicit else AxisType.Auto
@@ -309,7 +307,6 @@ class OuterSteps(Summarized, abc.ABC):
         """Returns a program that loads states with the number of replicas in `per_device`.
 
         Args:
-          program: The program of these outer steps.
           per_device: The arrays of `TrainState.local`, or their shapes.
         """
 

@@ -86,7 +86,6 @@ def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:
     Args:
       grads: A tree of gradients without boxes. They must be summed and cast already, because the
         sum and the cast may overflow. Integers and empty arrays are finite.
-      axis_names: The mesh axes that split the batch.
 
     Returns:
       `float32[]`, 1 if a gradient is not finite, else 0. Inside `shard_map`, devices along
@@ -237,8 +236,6 @@ class Step(Summarized):
           params: The parameters, sharded as they are stored.
           carried: The model's collections, and the state that differs between devices
             (`TrainState.local`).
-          rng: The key of the step.
-          batch: The device's part of the batch.
 
         Returns:
           The gradients, sharded like the optimizer's state; the loss and the metrics, summed over

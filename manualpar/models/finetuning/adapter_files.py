@@ -310,9 +310,6 @@ def replace_adapters(
 ) -> TrainState:
     """Returns a state with other adapters, given by their paths.
 
-    Raises:
-      ValueError: An adapter contains NaN or infinity.
-
     Communication:
       None. Each device receives its shard.
     """

@@ -119,7 +119,6 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
     Args:
       codes: The codes; a device may also pass a shard: complete blocks, or a part of one block.
-      scales: The scales of these blocks.
 
     Communication:
       None, if the scales are sharded like the codes.
@@ -432,11 +431,7 @@ class QuantizedModel:
         return interface_of(self).apply(variables, *args, **kwargs)
 
     def block_of(self, path: str) -> int | None:
-        """Returns the block length of a parameter; `None` if no target matches its path.
-
-        Raises:
-          ValueError: Two targets give the parameter different lengths.
-        """
+        """Returns the block length of a parameter; `None` if no target matches its path."""
         found = {glob: block for glob, block in self.targets if fnmatch.fnmatchcase(path, glob)}
         if len(set(found.values())) > 1:
             raise ValueError(
@@ -493,11 +488,7 @@ class QuantizedInterface(WrappingInterface):
         return self.base.annotated(path, kernel)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Initializes the given model's variables, and replaces the chosen parameters.
-
-        Raises:
-          ValueError: A target matches no parameter, or one that cannot be quantized.
-        """
+        """Initializes the given model's variables, and replaces the chosen parameters."""
         variables = dict(self.called(self.base).init(rngs, *args, **kwargs))
         params = flatten_dict(variables.get("params", {}), sep="/")
         for glob, block in self.quantized.targets:
@@ -558,11 +549,7 @@ class EncodedParameter(ArrayBox, eq=False):
         return self.replace(value=value, names=(None, *self.names))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "EncodedParameter":
-        """Removes a dim from codes and scales, for `nn.scan` and `nn.vmap`.
-
-        Raises:
-          ValueError: The dim is divided into blocks.
-        """
+        """Removes a dim from codes and scales, for `nn.scan` and `nn.vmap`."""
         if index % len(self.names) == len(self.names) - 1:
             raise ValueError(
                 "quantized: a loop stacks a quantized parameter along its last dim, expected dim "

@@ -133,10 +133,7 @@ def next_piece(
     """Makes the next piece of a row.
 
     Args:
-      row: The index of the answer.
-      drawn: The new token and its log-probability.
       writer: The row's text so far; `None` without a tokenizer.
-      stops: The tokens that end an answer.
       is_last: Whether the answer has reached its length.
     """
     if drawn[0] in stops:

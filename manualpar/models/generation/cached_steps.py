@@ -216,9 +216,6 @@ class CachedSteps:
         """Prepares the steps for the program of a `Transformer`; compiles nothing yet.
 
         If the program cannot generate, another one does, see `Adopter`.
-
-        Raises:
-          TypeError: The model is not a `Transformer`.
         """
         self._adopter = Adopter(program)
         program = self._adopter.program

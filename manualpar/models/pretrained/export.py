@@ -636,16 +636,8 @@ def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, 
 def tokenizer_files(folder: Path, name: str, others: Sequence[str] = ()) -> dict[str, Path]:
     """Finds the small files of a model that an import or an export copies.
 
-    Args:
-      folder: The model's folder.
-      name: What names the folder, for messages.
-      others: Files besides those of the tokenizer and the chat templates.
-
     Returns:
       The path without links of each file, by its path relative to `folder`.
-
-    Raises:
-      ValueError: A file leads out of the folder, is no regular file, or is too large.
     """
     names = [each for each in (*others, *TOKENIZER_FILES) if os.path.lexists(folder / each)]
     templates = sorted((folder / TEMPLATES).glob("*.jinja"))

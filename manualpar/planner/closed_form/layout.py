@@ -250,8 +250,6 @@ def find_obstacle(
 
     Args:
       model: The model, on one device.
-      layout: The layout.
-      examples: Examples of a step on all devices.
       positions: Positions of each example.
       even: Whether all stages must have equally many layers.
     """

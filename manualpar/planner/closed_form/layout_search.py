@@ -219,9 +219,6 @@ def trace_layout(
 
     Attention is timed as one fused kernel. Without stages only one minibatch is traced, because the
     minibatches of a step are alike; the estimated memory is then for a step of one minibatch.
-
-    Raises:
-      ValueError: The program cannot be built, or the mesh does not fit into the topology.
     """
     config, repeats = config_of_layout(config, layout), 1
     if layout.stage == 1:

@@ -542,7 +542,6 @@ def diloco_of_config(
     Args:
       model: The model, see `diloco`.
       tx: The optimizer of each replica.
-      loss_fn: The loss.
       inner: The name of each replica's strategy. Options that this strategy lacks are ignored.
       outer_learning_rate: The learning rate of the outer optimizer. Without momentum the optimizer
         is plain gradient descent. A rate of 1 then takes the mean of the replicas' parameters.

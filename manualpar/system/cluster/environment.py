@@ -49,11 +49,7 @@ def find_assignment(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> Assignment | None:
-    """Finds this process's place in a run, see `initialize`; returns `None` for a single process.
-
-    Raises:
-      ValueError: Only some of the arguments are given, or they contradict each other.
-    """
+    """Finds this process's place in a run, see `initialize`; `None` for a single process."""
     sees_all = "JAX_LOCAL_DEVICE_IDS" not in environment
     evidence = "--coordinator_address=auto" if coordinator_address == AUTO else ""
     evidence = evidence or _evidence(environment)

@@ -229,7 +229,6 @@ def _start_jax(
     """Starts JAX's distributed runtime, which makes the devices of all processes known to each.
 
     Raises:
-      ValueError: JAX cannot find the processes by itself.
       ConnectionError: The processes have not connected in time, or cannot connect.
       RuntimeError: JAX has already made its devices.
     """

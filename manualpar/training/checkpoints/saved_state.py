@@ -173,7 +173,6 @@ def read_extra(path: AnyPath) -> dict[str, JSON]:
     """Reads the caller's `extra` from a checkpoint's folder; does not verify checksums.
 
     Raises:
-      ValueError: The file of `extra` is not a JSON object.
       OSError: The file can't be read.
     """
     if isinstance(path, BucketPath):
