@@ -87,6 +87,7 @@ MOVED = {
     "manualpar.cluster": "manualpar.system.cluster",
     "manualpar.core.collectives": "manualpar.core.parameters.collectives",
     "manualpar.core.strategy": "manualpar.core.modes.strategy",
+    "manualpar.extras": "manualpar.errors",
     "manualpar.finetuning": "manualpar.models.finetuning",
     "manualpar.generation": "manualpar.models.generation",
     "manualpar.metrics": "manualpar.core.state.metrics",
@@ -95,6 +96,7 @@ MOVED = {
     "manualpar.storage": "manualpar.system.storage",
     "manualpar.training.cross_entropy": "manualpar.models.cross_entropy",
     "manualpar.training.devices": "manualpar.core.mesh.mesh",
+    "manualpar.watching": "manualpar.training.monitoring",
 }
 
 

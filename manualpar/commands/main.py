@@ -5,12 +5,12 @@ needs only the packages that it uses.
 """
 
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import manualpar
 from manualpar.errors import (
     TRAIN,
     USAGE_EXIT_CODE,
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     if name == "--version":
-        print(f"manualpar {manualpar.__version__}")
+        print(f"manualpar {importlib.metadata.version('manualpar')}")
         return 0
     try:
         command = _command(name)

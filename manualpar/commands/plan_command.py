@@ -177,8 +177,9 @@ def plan_command(command: CommandLine) -> int:
                 if getattr(flags, name) is not None:
                     print_line(
                         console,
-                        f"--{name} does nothing, because plan no longer estimates how often to "
-                        "save. It will be removed in the next release.",
+                        f"--{name} does nothing, because plan no longer estimates what failures "
+                        "cost: times.jsonl says what a run really lost. The flag will be removed "
+                        "in the next release.",
                     )
             work = _search if any(getattr(flags, name) for name in SEARCHES) else _plan
             write = work(command, console)
