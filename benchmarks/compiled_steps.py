@@ -57,6 +57,7 @@ class CompiledStep:
 
     Attributes:
       counts: The step's memory, collectives and operations.
+      compiled: The compiled step.
       held_bytes: The bytes of arguments, of results that are new, and of temporaries.
       state: The state that the last call returned.
     """
@@ -75,9 +76,9 @@ class CompiledStep:
         """
         lowered = jitted.lower(state, batch)
         started = time.perf_counter()
-        self._compiled: Any = lowered.compile()
-        self.counts = count(lowered, self._compiled, parts, time.perf_counter() - started)
-        self.held_bytes = read_compiled(self._compiled).peak
+        self.compiled: Any = lowered.compile()
+        self.counts = count(lowered, self.compiled, parts, time.perf_counter() - started)
+        self.held_bytes = read_compiled(self.compiled).peak
         self.state = state
         self._batch = batch
         self._read_loss = read_loss
@@ -86,7 +87,7 @@ class CompiledStep:
         """Runs `num_steps` steps; returns the loss of each step."""
         losses = []
         for _ in range(num_steps):
-            self.state, metrics = self._compiled(self.state, self._batch)
+            self.state, metrics = self.compiled(self.state, self._batch)
             losses.append(self._read_loss(metrics))
         return losses
 
@@ -96,7 +97,7 @@ class CompiledStep:
         jax.block_until_ready(self.state)
         started = time.perf_counter()
         for _ in range(num_steps):
-            self.state, metrics = self._compiled(self.state, self._batch)
+            self.state, metrics = self.compiled(self.state, self._batch)
             in_flight.append(jax.tree.leaves(metrics)[0])
             if len(in_flight) > MAX_STEPS_AHEAD:
                 in_flight.popleft().block_until_ready()

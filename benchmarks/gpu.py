@@ -63,7 +63,7 @@ import jax
 from benchmarks.gpu_bandwidth import COLLECTIVES, measure_bandwidth
 from benchmarks.gpu_layouts import CONTENDERS
 from benchmarks.gpu_report import excesses, page
-from benchmarks.gpu_rows import Row, run_row
+from benchmarks.gpu_rows import Row, note_where_it_hangs, run_row
 from benchmarks.gpu_steps import (
     AGAIN,
     DIFFERENT,
@@ -141,6 +141,7 @@ def _describe_machine() -> dict[str, Any]:
 
 def _run_in_this_process(options: argparse.Namespace) -> int:
     """Measures `options.row` and writes it to `options.result`; returns the exit code."""
+    note_where_it_hangs(options.limit)
     own = os.environ.get("MANUALPAR_PROCESS_ID")
     if options.processes == "gpu" and own and os.environ.get("JAX_PLATFORMS") != "cpu":
         os.environ["JAX_LOCAL_DEVICE_IDS"] = own
@@ -149,6 +150,21 @@ def _run_in_this_process(options: argparse.Namespace) -> int:
         if from_first(row.name) == row.name:
             row.write(options.result)
     return 0
+
+
+def environment_of(options: argparse.Namespace) -> dict[str, str]:
+    """Returns the environment of the processes of rows."""
+    # The processes of PyTorch need memory too. XLA tries tiles for half a minute a row. The rows
+    # have the same products, so the processes of the later rows read what the first has found.
+    environment = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "manualpar-gpu-tiles"),
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir",
+        **os.environ,
+    }
+    if options.tiny:
+        environment.setdefault("JAX_NUM_CPU_DEVICES", str(options.devices or 8))
+    return environment
 
 
 class _Runner:
@@ -160,17 +176,7 @@ class _Runner:
 
     def __init__(self, options: argparse.Namespace, given: Sequence[str]) -> None:
         self._options, self._given = options, list(given)
-        # The processes of PyTorch need memory too.
-        # XLA tries tiles for half a minute a row. The rows have the same products, so the processes
-        # of the later rows read what the first has found.
-        self._environment = {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "manualpar-gpu-tiles"),
-            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir",
-            **os.environ,
-        }
-        if options.tiny:
-            self._environment.setdefault("JAX_NUM_CPU_DEVICES", str(options.devices or 8))
+        self._environment = environment_of(options)
         self.machine: Mapping[str, Any] = {}
         self.batch_size = options.batch_size
 
@@ -269,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses and checks the flags."""
     parser = _parser()
     if parser.parse_args(argv).tiny:
@@ -291,7 +297,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _check_machine(options: argparse.Namespace, row: Row) -> str:
+def check_machine(options: argparse.Namespace, row: Row) -> str:
     """Returns why the rows cannot run on the machine; "" if they can."""
     machine = row.facts
     if row.problem:
@@ -334,13 +340,13 @@ def _rows(options: argparse.Namespace, runner: _Runner) -> Iterator[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints and writes the report; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    options = _parse(given)
+    options = parse(given)
     if options.row:
         return _run_in_this_process(options)
     conditions = note_conditions("benchmarks.gpu", argv)
     runner = _Runner(options, given)
     found = runner.run(MACHINE)
-    if problem := _check_machine(options, found):
+    if problem := check_machine(options, found):
         print(f"error: {problem}", file=sys.stderr)
         return 2
     found = dataclasses.replace(found, facts={**found.facts, "remat": options.remat})

@@ -7,6 +7,7 @@ for each row. The process measures, writes its result to a file, and ends.
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import re
@@ -24,6 +25,8 @@ from benchmarks.turns import Estimate
 # A process that launches others has these seconds to end them.
 END_SECONDS = 10.0
 MOST_WORDS = 300
+# The problem of a row that its process writes before it has measured all of the row.
+UNFINISHED = "unfinished"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,8 @@ def run_row(
       environment: The environment variables of the command.
 
     Returns:
-      The row. If the command takes too long, or ends without a result, `problem` says so.
+      The row. If the command takes too long, or ends without a result, `problem` says so; the row
+      then has what the command wrote of it before, with the problem `UNFINISHED`.
     """
     with tempfile.TemporaryDirectory() as folder:
         path, said = Path(folder) / "row.json", Path(folder) / "said"
@@ -109,12 +113,15 @@ def run_row(
                 code = None
             finally:
                 _end(child)
-        if path.exists() and code in (0, None):
-            return Row.read(path)
+        row = Row.read(path) if path.exists() else Row(name, problem=UNFINISHED)
+        if code in (0, None) and row.problem != UNFINISHED:
+            return row
+        text = said.read_text(encoding="utf-8", errors="replace")
         if code is None:
-            return Row(name, problem=f"ended, because it took longer than {limit:g} s")
-        last = _last_words(said.read_text(encoding="utf-8", errors="replace"))
-        return Row(name, problem=f"its process ended with {code}{last}")
+            problem = f"ended, because it took longer than {limit:g} s{_where(text)}"
+        else:
+            problem = f"its process ended with {code}{_last_words(text)}"
+        return dataclasses.replace(row, problem=problem)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -126,6 +133,17 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+
+
+def note_where_it_hangs(limit: float) -> None:
+    """Lets this process print where it is shortly before `run_row` ends it."""
+    faulthandler.dump_traceback_later(0.9 * limit)
+
+
+def _where(output: str) -> str:
+    """Returns the function of ours in which a process hung, if its output says so."""
+    found = re.search(r'File "\S*?((?:manualpar|benchmarks)/\S+)", line (\d+) in (\S+)', output)
+    return f", in {found[3]} ({found[1]}:{found[2]})" if found else ""
 
 
 def _last_words(output: str) -> str:

@@ -43,7 +43,7 @@ COUNTS = Counts(
 
 
 def _options(*flags, **changes):
-    return argparse.Namespace(**vars(gpu._parse(["--tiny", *flags])) | changes)
+    return argparse.Namespace(**vars(gpu.parse(["--tiny", *flags])) | changes)
 
 
 def _page(rows, machine=MACHINE, suite="", **changes):
