@@ -141,7 +141,7 @@ def _describe_machine() -> dict[str, Any]:
 
 def _run_in_this_process(options: argparse.Namespace) -> int:
     """Measures `options.row` and writes it to `options.result`; returns the exit code."""
-    note_where_it_hangs(options.limit)
+    note_where_it_hangs()
     own = os.environ.get("MANUALPAR_PROCESS_ID")
     if options.processes == "gpu" and own and os.environ.get("JAX_PLATFORMS") != "cpu":
         os.environ["JAX_LOCAL_DEVICE_IDS"] = own

@@ -61,6 +61,8 @@ CONDITIONS = "the conditions"
 # A row is not begun with less time than this.
 LEAST_SECONDS = 15.0
 MACHINE_SECONDS = 60.0
+# The row of `benchmarks.gpu` with the compiler options that programs have by default.
+DEFAULTS = f"manual fsdp{gpu_layouts.OURS}"
 LORA_RANK, LORA_RATE = 16, 1e-4
 
 
@@ -83,7 +85,7 @@ class Sizes:
     attention: tuple[int, int, int, int, int] = (1, 8192, 32, 8, 128)
     float8: tuple[int, int, int] = (16_384, 4096, 14_336)
     matrices: tuple[int, int, int] = (24, 2048, 5504)
-    model: Mapping[str, int] = dataclasses.field(
+    model: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: {
             "vocab_size": 32_768,
             "num_layers": 8,
@@ -157,7 +159,8 @@ def sizes(options: argparse.Namespace) -> Sizes:
 def step_flags(options: argparse.Namespace) -> list[str]:
     """Returns the flags of `benchmarks.gpu` for the training step of all rows."""
     if options.tiny:
-        return ["--tiny", "--devices=1", "--rounds=2", "--no-torch", "--remat=auto"]
+        small = ["--tiny", "--layers=2", "--batch_size=8", "--rounds=2"]
+        return ["--devices=1", *small, "--no-torch", "--remat=auto"]
     short = ["--batch_size=8", "--rounds=3", "--seconds=0.6"]
     return ["--devices=1", *short, "--no-torch", "--remat=auto"]
 
@@ -199,9 +202,9 @@ def _attention(options: argparse.Namespace) -> Iterator[Figures]:
     documents = jnp.sort(jax.random.randint(jax.random.key(3), (batch, length), 0, 5), axis=1)
     flops = 3.5 * 2 * batch * length**2 * heads * features  # Of causal attention.
 
-    def measure(kind: Any, documents: Any = None, **more: Any) -> Figures:
+    def measure(kind: Any, documents: Any = None, soft_cap: float | None = None) -> Figures:
         def total(*arrays: Any) -> jax.Array:
-            found = attention(*arrays, documents, kind=kind, **more)
+            found = attention(*arrays, documents, kind=kind, soft_cap=soft_cap)
             return jnp.square(found.astype(jnp.float32)).sum()
 
         gradients = jax.grad(total, (0, 1, 2))
@@ -371,16 +374,15 @@ def _peft(options: argparse.Namespace) -> Iterator[Figures]:
     for module in list(model.model.layers.modules()):
         for name, linear in list(module.named_children()):
             if isinstance(linear, torch.nn.Linear):
+                code = {"quant_type": "nf4", "compress_statistics": False}
+                size_of = (linear.in_features, linear.out_features)
+                dtype = linear.weight.dtype
                 narrow = bitsandbytes.nn.Linear4bit(
-                    linear.in_features,
-                    linear.out_features,
-                    bias=False,
-                    compute_dtype=linear.weight.dtype,
-                    quant_type="nf4",
-                    compress_statistics=False,
+                    *size_of, bias=False, compute_dtype=dtype, device="meta", **code
                 )
-                narrow.load_state_dict(linear.state_dict())
-                setattr(module, name, narrow.to(device))
+                weight = linear.weight.data
+                narrow.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **code)
+                setattr(module, name, narrow.to(device))  # Here it is encoded.
     model.is_loaded_in_4bit = True
     adapters = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -488,7 +490,7 @@ def _profile(options: argparse.Namespace) -> Iterator[Figures]:
     """Profiles three steps with the defaults; its figures are the kernels that took longest."""
     own = gpu.parse(step_flags(options))
     workload = gpu_steps.make_model_workload(own, own.batch_size)
-    step = of_program(gpu_layouts.build(workload, "manual fsdp")[0], workload.batch)
+    step = of_program(gpu_layouts.build(workload, DEFAULTS)[0], workload.batch)
     step.losses(2)
     said: list[str] = []
     with StepProfiler(range(1, 4), options.output / "profile", said.append) as profiler:
@@ -497,7 +499,7 @@ def _profile(options: argparse.Namespace) -> Iterator[Figures]:
             step.losses(1)
             profiler.end_step(number, step.state)
     yield {"said": said}
-    (trace,) = options.output.glob(f"profile/plugins/profile/*/{TRACE_FILE}")
+    trace = max(options.output.glob(f"profile/plugins/profile/*/{TRACE_FILE}"))
     yield {"ms of three steps, by kernel": kernel_times(trace)}
 
 
@@ -535,7 +537,7 @@ def _mocked_eight(options: argparse.Namespace) -> Iterator[Figures]:
     yield {"devices, processes": [jax.device_count(), jax.process_count()]}
     started = time.perf_counter()
     workload = gpu_steps.make_model_workload(own, own.batch_size * 8)
-    program, _ = gpu_layouts.build(workload, "manual fsdp", devices=8)
+    program, _ = gpu_layouts.build(workload, DEFAULTS, devices=8)
     yield {"building, s": time.perf_counter() - started}
     state = jax.block_until_ready(program.init(jax.random.key(0)))
     yield {"building and init, s": time.perf_counter() - started}
@@ -566,13 +568,13 @@ MOCKED = {
 }
 FSDP, PLAIN_JIT = "manual fsdp", gpu_steps.PLAIN
 ROWS: Mapping[str, Step | Part] = {
-    FSDP: Step(110, FSDP),
+    FSDP: Step(110, DEFAULTS),
     PLAIN_JIT: Step(80, PLAIN_JIT, ("--remat=none",)),
     gpu_steps.TORCH: Step(90, gpu_steps.TORCH, needs=("torch",)),
-    "manual fsdp, remat none": Step(60, FSDP, ("--remat=none",)),
-    "manual fsdp, remat dots": Step(60, FSDP, ("--remat=dots",)),
-    "manual fsdp, remat full": Step(60, FSDP, ("--remat=full",)),
-    "manual fsdp, unrolled": Step(80, FSDP, ("--unrolled", "--remat=none")),
+    "manual fsdp, remat none": Step(60, DEFAULTS, ("--remat=none",)),
+    "manual fsdp, remat dots": Step(60, DEFAULTS, ("--remat=dots",)),
+    "manual fsdp, remat full": Step(60, DEFAULTS, ("--remat=full",)),
+    "manual fsdp, unrolled": Step(80, DEFAULTS, ("--unrolled", "--remat=none")),
     "attention": Part(75, _attention),
     "a layer in float8": Part(45, _float8),
     "Newton-Schulz, Muon's products": Part(35, _newton_schulz),
@@ -588,7 +590,7 @@ ROWS: Mapping[str, Step | Part] = {
 
 def _run_in_this_process(options: argparse.Namespace) -> int:
     """Measures `options.row`, and writes it after each case; returns the exit code."""
-    note_where_it_hangs(options.limit)
+    note_where_it_hangs()
     part = ROWS[options.row]
     assert isinstance(part, Part)
     row = Row(options.row, problem=UNFINISHED)
@@ -621,11 +623,10 @@ def _run(options: argparse.Namespace, name: str, left: float) -> Row:
     # One process has the GPU at a time, so it may have nearly all of the memory.
     environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if isinstance(one, Step):
-        flags = [*step_flags(options), *one.flags, f"--limit={limit}", f"--row={one.row}"]
+        flags = [*step_flags(options), *one.flags, f"--row={one.row}"]
         row = run_row(name, _python("benchmarks.gpu", *flags), limit=limit, environment=environment)
         return dataclasses.replace(row, name=name)
-    flags = ["--tiny"] * options.tiny
-    flags += [f"--output={options.output}", f"--limit={limit}", f"--row={name}"]
+    flags = [*["--tiny"] * options.tiny, f"--output={options.output}", f"--row={name}"]
     environment |= one.environment
     return run_row(name, _python(MODULE, *flags), limit=limit, environment=environment)
 
@@ -660,7 +661,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="a regular expression for the rows' names")
     parser.add_argument("--output", type=Path, default=Path("gpu_hour"), help="a folder")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a CPU")
-    parser.add_argument("--limit", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--row", default="", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

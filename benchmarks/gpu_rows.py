@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ END_SECONDS = 10.0
 MOST_WORDS = 300
 # The problem of a row that its process writes before it has measured all of the row.
 UNFINISHED = "unfinished"
+# The environment variable with the time at which `run_row` ends a process, and the seconds before
+# it in which the process prints where it is.
+ENDS, NOTE_SECONDS = "MANUALPAR_ROW_ENDS", 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +105,7 @@ def run_row(
         with said.open("wb") as output:
             child = subprocess.Popen(
                 [*command, "--result", str(path)],
-                env=dict(environment),
+                env={**environment, ENDS: str(time.time() + limit)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -135,9 +139,10 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def note_where_it_hangs(limit: float) -> None:
+def note_where_it_hangs() -> None:
     """Lets this process print where it is shortly before `run_row` ends it."""
-    faulthandler.dump_traceback_later(0.9 * limit)
+    if ends := os.environ.get(ENDS):
+        faulthandler.dump_traceback_later(max(float(ends) - time.time() - NOTE_SECONDS, 0.1))
 
 
 def _where(output: str) -> str:

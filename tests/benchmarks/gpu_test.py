@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import faulthandler
 import importlib.util
 import json
 import os
+import re
 import sys
 import types
 
@@ -14,7 +16,7 @@ import pytest
 
 from benchmarks import gpu, gpu_bandwidth, gpu_layouts, gpu_report, gpu_steps
 from benchmarks.compiled_steps import Counts
-from benchmarks.gpu_rows import Row, run_row
+from benchmarks.gpu_rows import Row, _where, run_row
 from benchmarks.results import note_conditions
 from benchmarks.turns import Estimate
 from manualpar import make_mesh
@@ -303,11 +305,15 @@ if sys.argv[1] == "hang":
     time.sleep(600)
 if sys.argv[1] == "crash":
     os.kill(os.getpid(), signal.SIGABRT)
+from benchmarks.gpu_rows import UNFINISHED, Row
+row = Row("a row", (1.0,), bandwidths=((8, 0.5),))
 if sys.argv[1] == "fail":
+    Row("a row", facts={"a": 1}, problem=UNFINISHED).write(Path(sys.argv[3]))
     raise ValueError("no such thing")
-from benchmarks.gpu_rows import Row
-Row("a row", (1.0,), bandwidths=((8, 0.5),)).write(Path(sys.argv[3]))
+row.write(Path(sys.argv[3]))
 """
+
+FAILED = "its process ended with 1: ValueError: no such thing"
 
 
 @pytest.mark.parametrize(
@@ -316,7 +322,7 @@ Row("a row", (1.0,), bandwidths=((8, 0.5),)).write(Path(sys.argv[3]))
         ("end", Row("a row", (1.0,), bandwidths=((8, 0.5),))),
         ("hang", Row("a row", problem="ended, because it took longer than 3 s")),
         ("crash", Row("a row", problem="its process ended with -6")),
-        ("fail", Row("a row", problem="its process ended with 1: ValueError: no such thing")),
+        ("fail", Row("a row", facts={"a": 1}, problem=FAILED)),
     ],
 )
 def test_a_row_that_hangs_or_crashes_has_its_reason(does, row):
@@ -324,6 +330,18 @@ def test_a_row_that_hangs_or_crashes_has_its_reason(does, row):
     command = [sys.executable, "-c", ROW, does]
     environment = {**os.environ, "PYTHONPATH": str(gpu.ROOT)}
     assert run_row("a row", command, limit=limit, environment=environment) == row
+
+
+def test_a_row_that_hangs_says_where(tmp_path):
+    path = tmp_path / "said"
+
+    def hang(file):
+        faulthandler.dump_traceback(file)
+
+    with path.open("w") as file:
+        hang(file)
+    assert re.fullmatch(r", in hang \(benchmarks/gpu_test\.py:\d+\)", _where(path.read_text()))
+    assert _where("ValueError: no such thing") == ""
 
 
 def test_the_batch_fills_the_memory(monkeypatch):
