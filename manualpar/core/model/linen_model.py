@@ -20,13 +20,16 @@ fields are replaced:
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
+from flax import nnx
 from flax.errors import InvalidRngError
+from flax.nnx.bridge.variables import NNXMeta
 
 from manualpar.core.model.evaluation import (
     DROPOUT_STREAM,
@@ -38,9 +41,10 @@ from manualpar.core.model.evaluation import (
     signature_of,
 )
 from manualpar.core.model.interface import InitArgs, ModelInterface, register_interface
+from manualpar.core.model.nnx_model import adjust_to_mesh, annotate
 from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.modes.overwritten import overwritten_on_mesh
-from manualpar.core.trees import Batch, Variables
+from manualpar.core.trees import Batch, Variables, path_name
 
 # -------------------------------------------------------------------------------------------------
 # Makes the arguments for a model's initialisation from a batch.
@@ -209,8 +213,13 @@ class LinenModel(ModelInterface):
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Calls `module.init` with the interceptors; returns the variables by collection."""
-        with self._intercepted():
-            return dict(self.module.init(rngs, *args, **kwargs))
+
+        def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            with replace_fields(context.module, self._bridged(context.module)):
+                return next_fun(*args, **kwargs)
+
+        with nn.intercept_methods(intercept), self._intercepted():
+            return _without_metadata(dict(self.module.init(rngs, *args, **kwargs)))
 
     def intercepted(self, interceptor: Callable[..., Any]) -> Self:
         """Returns the same model with `interceptor` added, nearest to the modules' methods."""
@@ -236,8 +245,22 @@ class LinenModel(ModelInterface):
             withheld = DROPOUT_STREAM in rngs
             kwargs["rngs"] = {name: key for name, key in rngs.items() if name != DROPOUT_STREAM}
 
+        with self.calls_on_mesh(withheld=withheld):
+            out = self.module.apply(variables, *args, **kwargs)
+        return out if kwargs.get("mutable", False) is False else (out[0], _without_metadata(out[1]))
+
+    @contextlib.contextmanager
+    def calls_on_mesh(self, *, withheld: bool = False) -> Iterator[None]:
+        """Replaces fields in every module of Linen that is called while the context is open.
+
+        `withheld` says whether the key of the stream `dropout` is withheld, for an error message.
+        """
+        switches = SWITCHES[self.phase]
+
         def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
+            if context.method_name == "__getattr__":  # Fields are read with it.
+                return next_fun(*args, **kwargs)
             if switches:
                 signature = inspect.signature(context.orig_method)
                 args, kwargs = overrule(signature, args, kwargs, switches)
@@ -257,9 +280,8 @@ class LinenModel(ModelInterface):
                     "leave dropout on in evaluation: eval_dropout=True."
                 ) from error
 
-        calls = nn.intercept_methods(intercept)
-        with calls, self._intercepted():
-            return self.module.apply(variables, *args, **kwargs)
+        with nn.intercept_methods(intercept), self._intercepted():
+            yield
 
     @contextlib.contextmanager
     def _intercepted(self) -> Iterator[None]:
@@ -285,7 +307,41 @@ class LinenModel(ModelInterface):
             fields["make_rng"] = lambda *names: key_like(draw(*names), args[0])
         if isinstance(module, nn.MultiHeadDotProductAttention):
             fields["attention_fn"] = SplitAttention(module.attention_fn)
-        return fields
+        return fields | self._bridged(module)
+
+    def _bridged(self, module: nn.Module) -> dict[str, Any]:
+        """Replaces what makes the NNX module in a bridge, `nnx.bridge.to_linen`."""
+        if not isinstance(module, nnx.bridge.ToLinen):
+            return {}
+        make = module.nnx_class
+
+        @functools.wraps(make, updated=())
+        def made(*args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+            # A bridge has only the streams of the call, and `init` is called with `params` alone.
+            # Layers such as dropout ask for their stream when they are made, and draw nothing.
+            keys = {name: stream.key[...] for name, stream in rngs.items()} if rngs else {}
+            streams = {"rngs": nnx.Rngs({"default": jax.random.key(0), **keys})} if rngs else {}
+            with nnx.use_eager_sharding(False):  # The program shards the parameters.
+                nnx_module = make(*args, **streams, **kwargs)
+            adjust_to_mesh(nnx_module, self.axis_aliases, self.phase)
+            return nnx_module
+
+        return {"nnx_class": made}
+
+
+def _without_metadata(variables: Any) -> dict[str, Any]:
+    """Replaces variables of a bridge by arrays; parameters that are annotated are in boxes."""
+
+    def strip(path: Any, x: Any) -> Any:
+        if not isinstance(x, NNXMeta):
+            return x
+        name = path_name(path[1:])
+        return annotate(x.to_nnx_variable(), name) if path[0].key == "params" else x.value
+
+    stripped: dict[str, Any] = jax.tree_util.tree_map_with_path(
+        strip, variables, is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata)
+    )
+    return stripped
 
 
 @contextlib.contextmanager
