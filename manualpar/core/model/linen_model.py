@@ -336,7 +336,10 @@ def _without_metadata(variables: Any) -> dict[str, Any]:
         if not isinstance(x, NNXMeta):
             return x
         name = path_name(path[1:])
-        return annotate(x.to_nnx_variable(), name) if path[0].key == "params" else x.value
+        if path[0].key != "params":
+            return x.value
+        with nnx.use_eager_sharding(False):  # The program shards the parameters.
+            return annotate(x.to_nnx_variable(), name)
 
     stripped: dict[str, Any] = jax.tree_util.tree_map_with_path(
         strip, variables, is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata)
