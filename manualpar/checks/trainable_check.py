@@ -20,7 +20,7 @@ def check_trainable(strategy: str, model: TracedModel) -> None:
       ValueError: A glob matches no parameter's path; a trained parameter is neither floating nor
         complex; or `frozen_dtype` is given and no parameter is frozen.
     """
-    infos = jax.tree.leaves(model.parameters)
+    infos = jax.tree.leaves(model.own(model.parameters))
     paths = [info.path for info in infos]
     for glob in model.trainable:
         if not any(is_trained(path, (glob,)) for path in paths):

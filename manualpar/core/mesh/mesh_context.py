@@ -70,8 +70,9 @@ class OutsideMeshes:
       jitted: The function that `jax.jit` made.
     """
 
-    def __init__(self, jitted: Any) -> None:
-        self.jitted = jitted
+    def __init__(self, jitted: Any, abstract_others: Any = None) -> None:
+        """Wraps a function; `abstract_others` is its third argument in traces, if it has one."""
+        self.jitted, self._abstract_others = jitted, abstract_others
 
     def __call__(self, *args: Any) -> Any:
         """Calls the jitted function with no mesh set."""
@@ -80,7 +81,11 @@ class OutsideMeshes:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.jitted, name)
-        return no_mesh()(value) if name in ("eval_shape", "lower", "trace") else value
+        if name not in ("eval_shape", "lower", "trace"):
+            return value
+        if not self._abstract_others:
+            return no_mesh()(value)
+        return no_mesh()(lambda *args: value(*args, *(self._abstract_others,) * (len(args) < 3)))
 
     def __reduce__(self) -> NoReturn:
         raise cannot_pickle("a program's step")

@@ -7,7 +7,9 @@ collections that it updates, its annotations, and the dims that its loops run ov
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+import types
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -18,6 +20,8 @@ from jax.sharding import PartitionSpec
 from manualpar.core.mesh.axes import axes_size, axis_tuple, is_axis_bound
 from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.model.carried_collections import (
+    OTHER_MODELS,
+    SOWN_COLLECTIONS,
     CarryingApply,
     check_shapes_of_collections,
     find_carried_collections,
@@ -267,6 +271,117 @@ class PartOfDevice:
 
 
 # -------------------------------------------------------------------------------------------------
+# Other models that a loss calls, such as the discriminator in the loss of a generator.
+#
+# Each training has its own program, and a step of one program gets the states of the others. In the
+# step, the parameters of another model are frozen parameters under the model's name:
+# `{**params, "discriminator": its_params}`. So they are placed, gathered, gathered again and cast as
+# frozen parameters are. Its other collections are in the collection `OTHER_MODELS`, by the model's
+# name. A loss gets neither: it gets a function for each model.
+#
+# Invariants: a step returns nothing of another model, so what a call changes in the model's
+# variables (such as `batch_stats`) is lost; a state of the program has no part of another model.
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherModel:
+    """A model that a loss calls beside its own.
+
+    Attributes:
+      interface: The interface of the model.
+      variables: The abstract variables by collection; annotated parameters are in boxes.
+      infos: The tree of its parameters with a `ParameterInfo` at each leaf, if its own program
+        places them; `None` if the program of the loss places them.
+      placements: The tree of its parameters with a `Route` at each leaf, or `None` likewise.
+      sends: How often its own strategy sends a parameter, see `Strategy.sends`, or `None` likewise.
+    """
+
+    interface: ModelInterface
+    variables: Variables
+    infos: Any = None
+    placements: Any = None
+    sends: Callable[..., Any] | None = None
+
+
+class CallOther:
+    """The function with which a loss calls another model: `discriminator(x, train=True)`.
+
+    It takes the arguments of the model's call, and `method`, `rngs` and `mutable` of flax's
+    `apply`. `params` are the model's parameters, sharded ones in boxes.
+    """
+
+    def __init__(self, apply: CarryingApply, params: Params) -> None:
+        self._apply, self.params = apply, params
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model; its parameters have no gradient."""
+        return self._apply({"params": self.params}, *args, **kwargs)
+
+
+def bind_other_models(
+    loss_fn: LossFn, interface: ModelInterface, others: Mapping[str, OtherModel]
+) -> LossFn:
+    """Makes a loss of four arguments from a loss that also takes a function for each other model.
+
+    The parameters that the result takes contain those of the other models.
+    """
+    if not others:
+        return interface.adapt_loss(loss_fn)
+
+    def loss(params: Any, apply_fn: CarryingApply, batch: Any, rng: jax.Array) -> Any:
+        functions = {
+            name: CallOther(apply_fn.for_other(name, other.interface), params[name])
+            for name, other in others.items()
+        }
+        adapted = interface.adapt_loss(functools.partial(loss_fn, **functions))
+        return adapted(without(params, others), apply_fn, batch, rng)
+
+    return loss
+
+
+def without(tree: Any, names: Collection[str]) -> Any:
+    """Returns a tree of parameters without those of the models `names`."""
+    return {name: x for name, x in tree.items() if name not in names} if names else tree
+
+
+class _Finder:
+    """Stands in for another model in a trace of a loss, to find how the loss calls the model.
+
+    Attributes:
+      variables: The abstract variables of the model that its first call makes.
+    """
+
+    def __init__(self, interface: ModelInterface, variables: Variables | None = None) -> None:
+        """Wraps a model; `variables` are its abstract variables if they are known."""
+        self.interface, self.variables = interface, variables or {}
+
+    def __call__(self, *args: Any, rngs: Any = None, mutable: Any = False, **kwargs: Any) -> Any:
+        """Initialises the model with these arguments and calls it, with parameters of zero."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(x, jax.Array) for x in leaves]
+
+        def init(arrays: list[Any]) -> Any:
+            given = iter(arrays)
+            pairs = zip(leaves, is_array, strict=True)
+            args, kwargs = structure.unflatten([next(given) if y else x for x, y in pairs])
+            model = self.interface
+            return init_variables(model, jax.random.key(0), None, lambda _: (args, kwargs))
+
+        if not self.variables:
+            arrays = [x for x, y in zip(leaves, is_array, strict=True) if y]
+            abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+            self.variables = jax.eval_shape(init, abstract)
+        axes = varying_axes((args, kwargs))
+
+        def zeros(x: Any) -> Any:
+            return cast_to_varying(jnp.zeros(x.shape, x.dtype), axes)
+
+        variables = jax.tree.map(zeros, strip_boxes(self.variables))
+        apply = CarryingApply(self.interface, {k: x for k, x in variables.items() if k != "params"})
+        return apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+
+
+# -------------------------------------------------------------------------------------------------
 # Traces a model's loss as a step will call it, before any parameter is sharded.
 #
 # Each method answers one question with one trace. A trace computes nothing and touches no device.
@@ -293,6 +408,7 @@ class LossTracer:
         *,
         batch_specs: Specs,
         mode: Mode,
+        others: Mapping[str, OtherModel] = types.MappingProxyType({}),
     ) -> None:
         """Describes the parameters, and traces nothing.
 
@@ -303,6 +419,7 @@ class LossTracer:
           batch: The abstract global batch.
           batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
           mode: The mode, which decides who writes the collectives.
+          others: The other models of the loss, whose parameters are among `variables`.
         """
         self._interface, self._loss_fn, self._mode = interface, loss_fn, mode
         self._batch, self._batch_specs = batch, batch_specs
@@ -311,9 +428,16 @@ class LossTracer:
         self.boxed_params: Params = variables["params"]
         self.params: Params = self._variables["params"]
         self.collections: Collections = {}
-        self.describe: Callable[..., Infos] = functools.partial(
+        describe = functools.partial(
             describe_parameters, mesh=mode.mesh, rules=mode.rules, data_axes=mode.data_axes
         )
+        known = {name: other.infos for name, other in others.items() if other.infos is not None}
+
+        def describe_all(params: Params, loop_dims: Any) -> Any:
+            infos = describe(params, loop_dims)
+            return {**infos, **known} if known else infos
+
+        self.describe: Callable[..., Infos] = describe_all
         # Leaves out annotations: they may name dims of loops, which are not known yet.
         unannotated = jax.tree.map(
             lambda x: x if isinstance(x, SplitParameter) else strip_boxes(x),
@@ -510,7 +634,8 @@ class TracedModel(Summarized):
       sync_collections: How collections that differ between devices are reduced.
       of_parameters: The names of the variables that a step computes from parameters alone.
       sown: The paths of the values that the model sows when it is initialised.
-      variables: The abstract variables that `create_variables` makes.
+      variables: The abstract variables, with those of `others`.
+      others: The other models that the loss calls, by name.
       mode: The mode, which decides who writes the collectives.
       interface: The interface of the model.
       learns_counts: Whether the counts of the loss may depend on parameters.
@@ -530,7 +655,32 @@ class TracedModel(Summarized):
     _eval_phase: RunPhase
     _init: Init
     _loss_fn: LossFn
+    others: Mapping[str, OtherModel] = types.MappingProxyType({})
     learns_counts: bool = False
+
+    def own(self, params: Params) -> Any:
+        """Returns a tree like `parameters` without the parameters of the other models."""
+        return without(params, self.others)
+
+    def own_collections(self, collections: Collections) -> Any:
+        """Returns the collections without those of the other models."""
+        return without(collections, (OTHER_MODELS,) if self.others else ())
+
+    @property
+    def own_variables(self) -> dict[str, Any]:
+        """The abstract variables that `create_variables` makes."""
+        collections: dict[str, Any] = self.own_collections(self.variables)
+        return collections | {"params": self.own(self.variables["params"])}
+
+    def with_others(
+        self, params: Params, collections: Collections, others: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Adds the variables of the other models, by name, to parameters and collections."""
+        if not self.others:
+            return params, collections
+        params = {**params, **{name: x["params"] for name, x in others.items()}}
+        rest = {name: without(x, ("params",)) for name, x in others.items()}
+        return params, {**collections, OTHER_MODELS: rest}
 
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """Creates the initial variables by collection: `params`, and collections of the state.
@@ -539,7 +689,7 @@ class TracedModel(Summarized):
         stored.
         """
         variables = strip_boxes(self._init(key))
-        return {name: variables[name] for name in self.variables}
+        return {name: variables[name] for name in self.own_variables}
 
     def train_loss(
         self, params: Any, collections: Any, batch: Any, rng: jax.Array
@@ -623,11 +773,18 @@ def trace_model(
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
     interface = _interface_of(strategy, model, mode, options)
-    loss_fn = interface.adapt_loss(loss_fn)
+    finders = {
+        name: _Finder(x.interface, x.variables)
+        if isinstance(x, OtherModel)
+        else _Finder(_interface_of(strategy, x, mode, options))
+        for name, x in options["other_models"].items()
+    }
+    _check_names_of_models(strategy, loss_fn, finders)
+    finding_loss = interface.adapt_loss(functools.partial(loss_fn, **finders))
     trainable = tuple(options["trainable"] or interface.trainable)
     init_args = options["init_args"]
     if init_args is None and not hasattr(batch, "inputs"):
-        init_args = interface.first_call(loss_fn, batch)
+        init_args = interface.first_call(finding_loss, batch)
     with recording_sows() as sown:
         init, variables = initialisation(
             interface,
@@ -640,7 +797,8 @@ def trace_model(
     if not jax.tree.leaves(variables["params"]):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {interface!r} has no parameters, {expected}.")
-    tracer = LossTracer(interface, loss_fn, variables, batch, batch_specs=batch_specs, mode=mode)
+    make_tracer = functools.partial(LossTracer, interface, batch_specs=batch_specs, mode=mode)
+    tracer = make_tracer(finding_loss, variables, batch)
 
     def init_with(batch: Any) -> Any:
         return init_variables(interface, jax.random.key(0), batch, init_args)
@@ -656,6 +814,17 @@ def trace_model(
         check_shapes({name: tree for name, tree in variables.items() if name != "params"})
         raise
     check_shapes(tracer.collections)
+    others: dict[str, OtherModel] = {}
+    if finders:
+        tracer.trace_loss(tracer.params, _as_is)
+        others = _found_models(strategy, options["other_models"], finders, variables["params"])
+        collections = tracer.collections
+        params = {name: x.variables["params"] for name, x in others.items()}
+        rest = {name: without(x.variables, ("params",)) for name, x in others.items()}
+        union = variables | {"params": {**variables["params"], **params}}
+        bound = bind_other_models(loss_fn, interface, others)
+        tracer = make_tracer(bound, union, batch, others=others)
+        tracer.collections = {**collections, OTHER_MODELS: strip_boxes(rest)}
     tracer.check_model()
     pipeline = options["pipeline"]
     if pipeline and OVERWRITTEN in tracer.collections:
@@ -678,7 +847,12 @@ def trace_model(
     infos = jax.tree.map(
         lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
     )
-    all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
+    for name in others:
+        infos[name] = jax.tree.map(_frozen_info, infos[name])
+        dims = {x.path.removeprefix(f"{name}/"): x.loop_dims for x in jax.tree.leaves(infos[name])}
+        with_dims = dataclasses.replace(others[name].interface, loop_dims=dims)
+        others[name] = dataclasses.replace(others[name], interface=with_dims)
+    all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(without(infos, others))}
     sync = check_sync_collections(strategy, options["sync_collections"], tracer.collections, sown)
     return TracedModel(
         apply_fn=interface.apply_fn,
@@ -693,9 +867,54 @@ def trace_model(
         interface=dataclasses.replace(interface, loop_dims=all_dims),
         _eval_phase="eval_dropout" if options["eval_dropout"] else "eval",
         _init=init,
-        _loss_fn=loss_fn,
+        _loss_fn=bind_other_models(loss_fn, interface, others),
+        others=others,
         mode=mode,
     )
+
+
+def _check_names_of_models(strategy: str, loss_fn: LossFn, names: Collection[str]) -> None:
+    """Refuses names of other models that are not arguments of the loss."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # A callable without a signature.
+        return
+    if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+        return
+    for name in names:
+        taken = ("params", "apply_fn", "batch", "rng", "state", "model")
+        if name not in parameters or name in taken:
+            raise TypeError(
+                f"{strategy}: other_models has {name!r}, expected the name of an argument of "
+                f"loss_fn beside its own, which takes ({', '.join(parameters)}). Give the loss an "
+                f"argument of this name: a function that calls the model, {name}(x)."
+            )
+
+
+def _found_models(
+    strategy: str, given: Mapping[str, Any], finders: Mapping[str, _Finder], params: Params
+) -> dict[str, OtherModel]:
+    """Returns the other models of a loss after a trace with `finders`; refuses unused ones."""
+    models: dict[str, OtherModel] = {}
+    for name, finder in finders.items():
+        if not jax.tree.leaves(finder.variables.get("params", {})):
+            raise ValueError(
+                f"{strategy}: other_models has {name!r}, expected a model with parameters that "
+                "loss_fn calls. Call it in the loss, or leave it out."
+            )
+        if name in params:
+            raise ValueError(
+                f"{strategy}: other_models has {name!r}, but the model has parameters of this name "
+                "too; expected another name, because the paths of all parameters differ."
+            )
+        kept = {k: x for k, x in finder.variables.items() if k not in SOWN_COLLECTIONS}
+        is_placed = isinstance(given[name], OtherModel)
+        models[name] = given[name] if is_placed else OtherModel(finder.interface, kept)
+    return models
+
+
+def _frozen_info(info: ParameterInfo) -> ParameterInfo:
+    return dataclasses.replace(info, trainable=False)
 
 
 def _part_of_batch(batch: Any, batch_specs: Any, mode: Mode, num_minibatches: int) -> Any:

@@ -17,7 +17,8 @@ The mode implements these operations: box, scatter, reduce and others. The defau
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -117,6 +118,7 @@ def is_finite(sums: StepSums) -> jax.Array:
 
 
 Aux: TypeAlias = tuple[Collections, PerDevice]
+_NO_OTHERS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -151,26 +153,37 @@ class Step(Summarized):
     rounding: GradientRounding = dataclasses.field(default_factory=GradientRounding)
     loops: LayerLoops = dataclasses.field(default_factory=LayerLoops)
 
-    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Makes one training step; returns the new state and the metrics of the batch."""
+    def train(
+        self, state: TrainState, batch: Batch, others: Mapping[str, Any] = _NO_OTHERS
+    ) -> tuple[TrainState, Metrics]:
+        """Makes one training step; returns the new state and the metrics of the batch.
+
+        `others` are the variables of the model's `others` by name, each by collection.
+        """
         check_batch("batch", batch, self.mode.mesh, self.roles)
         rng, key = jax.random.split(state.rng)
-        aux = state.collections, state.local
+        own, own_collections = self.model.own, self.model.own_collections
+        all_params, collections = self.model.with_others(state.params, state.collections, others)
+        aux = collections, state.local
         gradients = self.gradients(batch)
-        grads, sums, new_aux = gradients(state.params, aux, key, batch)
-        new_aux = self._of_parameters(state, new_aux[0], key, batch), new_aux[1]
+        grads, sums, new_aux = gradients(all_params, aux, key, batch)
+        new_aux = self._of_parameters(all_params, collections, new_aux[0], key, batch), new_aux[1]
         metrics = dict(sums.metrics) | self._uneven(sums)
         is_applied, (collections, per_device) = self._check_finite(sums, metrics, new_aux, aux)
-        params, frozen = partition(self.placements, state.params)
+        params, frozen = partition(self.placements, all_params)
+        frozen_others = {name: frozen[name] for name in self.model.others}
+        params, frozen = own(params), own(frozen)
 
         def value_and_grad(params: Params) -> tuple[jax.Array, Grads]:
-            grads, sums, _ = gradients(combine((params, frozen)), aux, key, batch)
-            return sums.loss, grads
+            params = combine((params, frozen))
+            params = {**params, **frozen_others} if frozen_others else params
+            grads, sums, _ = gradients(params, aux, key, batch)
+            return sums.loss, own(grads)
 
         params, opt_state, norms = self.update(
             state.tx,
             params,
-            grads,
+            own(grads),
             opt_state=state.opt_state,
             value=sums.loss,
             value_and_grad=value_and_grad,
@@ -182,22 +195,26 @@ class Step(Summarized):
             params=combine((params, frozen)),
             opt_state=opt_state,
             rng=rng,
-            collections=collections,
+            collections=own_collections(collections),
             local=per_device,
         )
         return state, metrics
 
-    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+    def evaluate(
+        self, state: TrainState, batch: Batch, others: Mapping[str, Any] = _NO_OTHERS
+    ) -> Metrics:
         """Returns the metrics of the batch with training turned off; the state does not change."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
-        return self._metrics(self.model.eval_metrics, state, batch)
+        return self._metrics(self.model.eval_metrics, state, batch, others)
 
     @property
     def checks_loss(self) -> bool:
         """Whether a trace of `train` already checks the loss, so that `loss_only` is not traced."""
         return self._makes_weights_again and self.strategy.gather_every == "minibatch"
 
-    def loss_only(self, state: TrainState, batch: Batch) -> Metrics:
+    def loss_only(
+        self, state: TrainState, batch: Batch, others: Mapping[str, Any] = _NO_OTHERS
+    ) -> Metrics:
         """Calls the loss on one minibatch as `train` does, but without derivatives.
 
         Only the checks of a program trace this function.
@@ -212,7 +229,7 @@ class Step(Summarized):
                 batch = jax.tree.map(lambda x: x[0], minibatches)
             return self.model.train_loss(boxes, collections, batch, rng)[1]
 
-        return self._metrics(first_minibatch, state, batch)
+        return self._metrics(first_minibatch, state, batch, others)
 
     def gradients(
         self, batch: Batch
@@ -385,7 +402,13 @@ class Step(Summarized):
         boxes = self._map(self.mode.box, params)
         return boxes if self.pipeline is None else self.pipeline.exchange_layers(boxes)
 
-    def _metrics(self, measure: Callable[..., Metrics], state: TrainState, batch: Batch) -> Metrics:
+    def _metrics(
+        self,
+        measure: Callable[..., Metrics],
+        state: TrainState,
+        batch: Batch,
+        others: Mapping[str, Any],
+    ) -> Metrics:
         """Runs `measure(boxes, collections, batch, rng)` on each device; sums its metrics."""
 
         def on_device(
@@ -398,11 +421,17 @@ class Step(Summarized):
             )
 
         on_mesh = self._on_mesh(on_device, batch, PartitionSpec())
-        metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
+        params, collections = self.model.with_others(state.params, state.collections, others)
+        metrics: Metrics = on_mesh(params, collections, state.rng, batch)
         return metrics
 
     def _of_parameters(
-        self, state: TrainState, collections: Collections, key: jax.Array, batch: Batch
+        self,
+        params: Params,
+        before: Collections,
+        collections: Collections,
+        key: jax.Array,
+        batch: Batch,
     ) -> Collections:
         """Computes the variables that depend on parameters alone, such as a teacher's average.
 
@@ -448,9 +477,9 @@ class Step(Summarized):
         specs = (param_specs(places), replicated, replicated, self.roles.batch_specs(batch))
         run = self.mode.run(on_device, in_specs=specs, out_specs=replicated)
         params = jax.tree.map(
-            lambda place, x: unpad_leaf(x, place.parameter_padding), self.placements, state.params
+            lambda place, x: unpad_leaf(x, place.parameter_padding), self.placements, params
         )
-        return put(collections, run_needed(run, params, state.collections, key, batch))
+        return put(collections, run_needed(run, params, before, key, batch))
 
     def _check_finite(
         self, sums: StepSums, metrics: Metrics, new_aux: Aux, aux: Aux
