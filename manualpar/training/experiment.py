@@ -349,6 +349,11 @@ def _options_of(task: Task, kind: StrategyKind, *, decided: Collection[str]) -> 
     """Returns a task's options for the builder; refuses those that the config decides."""
     fields = {name: option.field for name, option in PROGRAM_OPTIONS.items() if option.field}
     fields |= {name: f"parallel.{name}" for name in kind.fields}
+    if task.options.get("other_models"):
+        raise ValueError(
+            "Task.options has 'other_models', expected none, because a run trains one model. Write "
+            "a loop that takes a step of each program in turn."
+        )
     for name in task.options:
         if name in fields or name in decided:
             mend = f"set config.{fields[name]}" if name in fields else "leave it out"

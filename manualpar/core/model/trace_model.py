@@ -377,8 +377,9 @@ class _Finder:
             return cast_to_varying(jnp.zeros(x.shape, x.dtype), axes)
 
         variables = jax.tree.map(zeros, strip_boxes(self.variables))
-        apply = CarryingApply(self.interface, {k: x for k, x in variables.items() if k != "params"})
-        return apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+        params = {"params": variables.pop("params", {})}
+        apply = CarryingApply(self.interface, variables)
+        return apply(params, *args, rngs=rngs, mutable=mutable, **kwargs)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -655,7 +656,7 @@ class TracedModel(Summarized):
     _eval_phase: RunPhase
     _init: Init
     _loss_fn: LossFn
-    others: Mapping[str, OtherModel] = types.MappingProxyType({})
+    others: Mapping[str, OtherModel] = dataclasses.field(default_factory=dict)
     learns_counts: bool = False
 
     def own(self, params: Params) -> Any:
@@ -776,7 +777,7 @@ def trace_model(
     finders = {
         name: _Finder(x.interface, x.variables)
         if isinstance(x, OtherModel)
-        else _Finder(_interface_of(strategy, x, mode, options))
+        else _Finder(_interface_of(f"{strategy}: other_models[{name!r}]", x, mode, options))
         for name, x in options["other_models"].items()
     }
     _check_names_of_models(strategy, loss_fn, finders)
@@ -818,6 +819,7 @@ def trace_model(
     if finders:
         tracer.trace_loss(tracer.params, _as_is)
         others = _found_models(strategy, options["other_models"], finders, variables["params"])
+        others = {name: _stored_as(stored_dtypes, other) for name, other in others.items()}
         collections = tracer.collections
         params = {name: x.variables["params"] for name, x in others.items()}
         rest = {name: without(x.variables, ("params",)) for name, x in others.items()}
@@ -911,6 +913,15 @@ def _found_models(
         is_placed = isinstance(given[name], OtherModel)
         models[name] = given[name] if is_placed else OtherModel(finder.interface, kept)
     return models
+
+
+def _stored_as(stored_dtypes: StoredDtypes, other: OtherModel) -> OtherModel:
+    """Casts the parameters of a model that this program places to its dtype of trained ones."""
+    if other.infos is not None:
+        return other
+    cast = functools.partial(_cast, stored_dtypes, ("*",))
+    params = jax.eval_shape(cast, other.variables["params"])
+    return dataclasses.replace(other, variables={**other.variables, "params": params})
 
 
 def _frozen_info(info: ParameterInfo) -> ParameterInfo:
