@@ -287,7 +287,9 @@ def test_a_state_that_does_not_fit_is_refused(devices8):
         batch=BATCH,
         min_weight_size=1,
     ).init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"critic does not fit: .* has sharding P\(.*other_models="):
+    with pytest.raises(
+        ValueError, match=r"critic does not fit: .* has sharding P\(.*other_models="
+    ):
         actor.train_step(state, BATCH, critic=sharded)
     own = fsdp(
         Actor,

@@ -275,9 +275,9 @@ class PartOfDevice:
 #
 # Each training has its own program, and a step of one program gets the states of the others. In the
 # step, the parameters of another model are frozen parameters under the model's name:
-# `{**params, "discriminator": its_params}`. So they are placed, gathered, gathered again and cast as
-# frozen parameters are. Its other collections are in the collection `OTHER_MODELS`, by the model's
-# name. A loss gets neither: it gets a function for each model.
+# `{**params, "discriminator": its_params}`. So they are placed, cast, gathered, and gathered again
+# as frozen parameters are. Its other collections are in the collection `OTHER_MODELS`, by the
+# model's name. A loss gets neither: it gets a function for each model.
 #
 # Invariants: a step returns nothing of another model, so what a call changes in the model's
 # variables (such as `batch_stats`) is lost; a state of the program has no part of another model.
@@ -310,12 +310,14 @@ class CallOther:
     `apply`. `params` are the model's parameters, sharded ones in boxes.
     """
 
-    def __init__(self, apply: CarryingApply, params: Params) -> None:
-        self._apply, self.params = apply, params
+    def __init__(self, name: str, apply: CarryingApply, params: Params) -> None:
+        """Binds the model called `name` to its parameters."""
+        self._name, self._apply, self.params = name, apply, params
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model; its parameters have no gradient."""
-        return self._apply({"params": self.params}, *args, **kwargs)
+        with jax.named_scope(self._name):
+            return self._apply({"params": self.params}, *args, **kwargs)
 
 
 def bind_other_models(
@@ -330,7 +332,7 @@ def bind_other_models(
 
     def loss(params: Any, apply_fn: CarryingApply, batch: Any, rng: jax.Array) -> Any:
         functions = {
-            name: CallOther(apply_fn.for_other(name, other.interface), params[name])
+            name: CallOther(name, apply_fn.for_other(name, other.interface), params[name])
             for name, other in others.items()
         }
         adapted = interface.adapt_loss(functools.partial(loss_fn, **functions))

@@ -659,18 +659,27 @@ def _other_models(name: str, options: ProgramOptions) -> dict[str, Any]:
                 f"{options['mode']!r}: both compute in one step. Build both with the same mesh and "
                 "mode."
             )
-        frozen = functools.partial(dataclasses.replace, trainable=False)
-        own, unpadded = value.model.own, value.unpadded_state
-        models[key] = OtherModel(
-            dataclasses.replace(value.model.interface, loop_dims=None),
-            {"params": unpadded.params, **unpadded.collections},
-            jax.tree.map(
-                lambda x, key=key: frozen(x, path=f"{key}/{x.path}"), own(value.model.parameters)
-            ),
-            jax.tree.map(frozen, value.placements),
-            value.strategy.sends,
-        )
+        models[key] = _as_other_model(key, value)
     return models
+
+
+def _as_other_model(name: str, program: Program) -> OtherModel:
+    """Returns the model of a program with its placements, frozen."""
+    unpadded = program.unpadded_state
+
+    def describe(info: ParameterInfo) -> ParameterInfo:
+        return dataclasses.replace(info, path=f"{name}/{info.path}", trainable=False)
+
+    def freeze(place: Route) -> Route:
+        return dataclasses.replace(place, trainable=False)
+
+    return OtherModel(
+        dataclasses.replace(program.model.interface, loop_dims=None),
+        {"params": unpadded.params, **unpadded.collections},
+        jax.tree.map(describe, program.model.own(program.model.parameters)),
+        jax.tree.map(freeze, program.placements),
+        program.strategy.sends,
+    )
 
 
 def _layout_of_others(step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
