@@ -74,10 +74,10 @@ class OutsideMeshes:
         """Wraps a function; `abstract_others` is its third argument in traces, if it has one."""
         self.jitted, self._abstract_others = jitted, abstract_others
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the jitted function with no mesh set."""
         with no_mesh():
-            return self.jitted(*args)
+            return self.jitted(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.jitted, name)

@@ -365,7 +365,9 @@ class _Finder:
         def init(arrays: list[Any]) -> Any:
             given = iter(arrays)
             pairs = zip(leaves, is_array, strict=True)
-            args, kwargs = structure.unflatten([next(given) if y else x for x, y in pairs])
+            args, kwargs = jax.tree.unflatten(
+                structure, [next(given) if y else x for x, y in pairs]
+            )
             model = self.interface
             return init_variables(model, jax.random.key(0), None, lambda _: (args, kwargs))
 

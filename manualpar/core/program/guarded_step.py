@@ -135,7 +135,8 @@ class GuardedStep(OutsideMeshes):
             found = {collection: given.get(collection, {}) for collection in abstract}
             check_alive(self._name, **{name: found})
             lines = _differences(abstract, found, check_dtype=True)
-            if lines or jax.tree.structure(abstract) != jax.tree.structure(found):
+            structure: Any = jax.tree.structure(abstract)
+            if lines or structure != jax.tree.structure(found):
                 raise ValueError(
                     f"{said} does not fit: {'; '.join(list_some(lines or ['another structure']))}. "
                     "Build its program with the same options (strategy, mesh, min_weight_size), or "

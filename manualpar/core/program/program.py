@@ -524,7 +524,7 @@ def _design(
     _check_arguments(name, tx, loss_fn, options["mesh"], (*roles.data_axes, *roles.stage_axes))
     if pipeline:
         pipeline.check(strategy, options)
-    options = {**options, "other_models": _other_models(name, options)}  # type: ignore[typeddict-item]
+    options = {**options, "other_models": _other_models(name, options)}
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
