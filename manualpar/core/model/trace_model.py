@@ -375,15 +375,28 @@ class _Finder:
             arrays = [x for x, y in zip(leaves, is_array, strict=True) if y]
             abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
             self.variables = jax.eval_shape(init, abstract)
-        axes = varying_axes((args, kwargs))
-
-        def zeros(x: Any) -> Any:
-            return cast_to_varying(jnp.zeros(x.shape, x.dtype), axes)
-
-        variables = jax.tree.map(zeros, strip_boxes(self.variables))
+        variables = self._zeros(varying_axes((args, kwargs)))
         params = {"params": variables.pop("params", {})}
         apply = CarryingApply(self.interface, variables)
         return apply(params, *args, rngs=rngs, mutable=mutable, **kwargs)
+
+    @property
+    def params(self) -> Any:
+        """The parameters, all zero, as the loss reads them from a `CallOther`."""
+        if not self.variables:
+            raise ValueError(
+                "other_models: the loss reads the parameters of a model before it calls the model, "
+                "expected the call first, because the call shows how the model is initialised. Or "
+                "give the program of the model."
+            )
+        return self._zeros(frozenset())["params"]
+
+    def _zeros(self, axes: frozenset[str]) -> dict[str, Any]:
+        def zeros(x: Any) -> Any:
+            return cast_to_varying(jnp.zeros(x.shape, x.dtype), axes)
+
+        made: dict[str, Any] = jax.tree.map(zeros, strip_boxes(self.variables))
+        return made
 
 
 # -------------------------------------------------------------------------------------------------
