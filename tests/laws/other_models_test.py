@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from manualpar import abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.inspect import bytes_by_axes, step_bytes, trace_collectives
+from manualpar.inspect import bytes_by_axes, state_bytes, step_bytes, step_memory, trace_collectives
 from manualpar.inspect.expected_bytes import of_parameters
 
 bce = optax.sigmoid_binary_cross_entropy
@@ -251,8 +251,11 @@ def test_step_bytes_has_the_gathers_of_the_other_model(builder, options, is_exac
     if is_exact:
         assert predicted == sent
         return
-    alone, _ = predicted_and_traced(build(plain_generator_loss))
+    plain = build(plain_generator_loss)
+    alone, _ = predicted_and_traced(plain)
     own = alone["data",]
+    held = state_bytes(program.abstract_others)[0]
+    assert step_memory(program).parameters == step_memory(plain).parameters + held
     assert own < sent["data",] <= predicted["data",]
     sizes = jax.tree.map(lambda x: x.size, program.abstract_others["discriminator"]["params"])
     gathered = predicted["data",] - own
