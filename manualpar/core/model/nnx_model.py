@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
 from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -691,7 +692,17 @@ class NNXModel(ModelInterface):
                 same = {"phase": self.phase, "axis_aliases": self.axis_aliases}
                 stack.enter_context(dataclasses.replace(linen, **same).calls_on_mesh())
                 stack.enter_context(boxes_in_linen())
-            out = nnx.capture(run, *types)(module)
+            try:
+                out = nnx.capture(run, *types)(module)
+            except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
+                if not bridges:
+                    raise
+                raise ValueError(
+                    "model: a module of Linen in an nnx.bridge.ToNNX has no variables "
+                    f"({str(error).partition(' (http')[0]}), expected them when the NNX module is "
+                    "made. Write in its __init__: nnx.bridge.ToNNX(module, rngs=rngs).lazy_init("
+                    "jnp.ones((1, width)))."
+                ) from error
         out, *states = out if types else (out,)
         made = None if every else frozenset(requested) - known
         own = self._kept(module, made)

@@ -184,3 +184,118 @@ def test_dropout_of_nnx_in_a_linen_model_is_off_in_evaluation(devices8):
     assert abs(losses[0] - train(Bridged(), "fsdp")[2][0]) > 1e-3
     found = program.eval_step(state, batches()[0])["loss"][0]
     assert found == program.eval_step(state.replace(rng=jax.random.key(7)), batches()[0])["loss"][0]
+
+
+class Normed(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dense(8)(x)
+        x = nn.BatchNorm(use_running_average=not train, axis_name=self.axis_name)(x)
+        return nn.Dense(5)(nn.tanh(x))
+
+
+class NormedInNNX(nnx.Module):
+    def __init__(self, rngs, width):
+        bridge = nnx.bridge.ToNNX(Normed("data"), rngs=rngs)
+        self.inner = bridge.lazy_init(jnp.ones((1, width)))
+
+    def __call__(self, x, train=False):
+        return self.inner(x, train=train, mutable=["batch_stats"])
+
+
+class BridgedNorm(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        norm = nnx.bridge.to_linen(nnx.BatchNorm, 8, axis_name=self.axis_name, name="norm")
+        return nn.Dense(5)(nn.tanh(norm(nn.Dense(8)(x), use_running_average=not train)))
+
+
+@pytest.mark.parametrize(
+    "direction", [pytest.param("Linen in NNX", marks=pytest.mark.slow), "NNX in Linen"]
+)
+def test_batch_norm_over_all_devices_in_a_bridge_is_that_of_one_device(devices8, direction):
+    def loss_fn(params, apply_fn, batch, rng):
+        out = apply_fn({"params": params}, batch.inputs, train=True)
+        losses = jnp.square(out - batch.labels).mean(-1)
+        return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+    is_nnx, width = direction == "Linen in NNX", batches()[0].inputs.shape[1]
+    given = (lambda rngs: NormedInNNX(rngs, width)) if is_nnx else BridgedNorm("data")
+    program, state, _ = train(given, "fsdp", loss_fn)
+    variables = jax.device_get(program.whole(program.init(jax.random.key(0))))
+    model = Normed() if is_nnx else BridgedNorm()
+    variables = {name: tree["inner"] for name, tree in variables.items()} if is_nnx else variables
+    for batch in batches():
+
+        def loss_of(params, batch=batch, variables=variables):
+            given = {**variables, "params": params}
+            out, new = model.apply(given, batch.inputs, train=True, mutable=["batch_stats"])
+            return jnp.square(out - batch.labels).mean(), new
+
+        grads, new = jax.grad(loss_of, has_aux=True)(variables["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads)
+        arrays = jax.tree.map(
+            lambda x: getattr(x, "value", x), new, is_leaf=lambda x: hasattr(x, "value")
+        )
+        variables = {**arrays, "params": params}
+    found = jax.device_get(program.whole(state))
+    found = {name: tree["inner"] for name, tree in found.items()} if is_nnx else found
+    chex.assert_trees_all_close(found, jax.device_get(variables), rtol=1e-4, atol=1e-6)
+
+
+class Stack(nnx.Module):
+    """Layers of NNX in a scan."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))
+        self.layers = nnx.split_rngs(splits=2)(make)(rngs)
+
+    def __call__(self, x):
+        scan = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(lambda x, layer: nnx.tanh(layer(x)))(x, self.layers)
+
+
+class BridgedLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nnx.bridge.to_linen(nnx.Linear, 8, 8, name="only")(x)), None
+
+
+class Loops(nn.Module):
+    """Bridges of loops, in loops and in a checkpoint; one is called twice."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nnx.bridge.to_linen(Stack, name="stack")(nn.Dense(8)(x))
+        scan = nn.scan(
+            nn.remat(BridgedLayer),
+            variable_axes={"params": 0, "nnx": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        x = scan(name="layers")(x, None)[0]
+        twice = nnx.bridge.to_linen(nnx.Linear, 8, 8, name="twice")
+        return nn.Dense(5)(twice(nn.tanh(twice(x))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2])
+def test_bridges_in_loops_and_minibatches_are_those_of_one_device(devices8, number):
+    options = {"num_minibatches": number, "use_scan": True}
+    program, state, _ = train(Loops(), "fsdp", **options)
+    variables = jax.device_get(program.whole(program.init(jax.random.key(0))))
+    for batch in batches():
+
+        def loss_of(params, batch=batch, variables=variables):
+            out = Loops().apply({**variables, "params": params}, batch.inputs)
+            return jnp.square(out - batch.labels).mean()
+
+        grads = jax.grad(loss_of)(variables["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads)
+        variables = {**variables, "params": params}
+    found = jax.device_get(program.whole(state)["params"])
+    chex.assert_trees_all_close(found, variables["params"], rtol=1e-4, atol=1e-6)
