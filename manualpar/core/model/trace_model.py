@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -355,7 +355,12 @@ class _Finder:
 
     def __init__(self, interface: ModelInterface, variables: Variables | None = None) -> None:
         """Wraps a model; `variables` are its abstract variables if they are known."""
-        self.interface, self.variables = interface, variables or {}
+        self.interface, self._known = interface, variables or {}
+        self.variables: Variables = self._known
+
+    def forget_call(self) -> None:
+        """Forgets the variables that a call has made."""
+        self.variables = self._known
 
     def __call__(self, *args: Any, rngs: Any = None, mutable: Any = False, **kwargs: Any) -> Any:
         """Initialises the model with these arguments and calls it, with parameters of zero."""
@@ -604,6 +609,27 @@ class LossTracer:
 
         self._trace(on_device, params)
 
+    def trace_as_on_one_device(self, finders: Sequence[_Finder]) -> None:
+        """Traces the loss of the whole batch without a mesh, so that `finders` see its calls.
+
+        So a model that computes with shards computes with complete parameters. A loss that needs
+        the mesh, for a collective over its axes, is traced on the mesh.
+        """
+
+        def loss(
+            params: Params, collections: Collections, rng: jax.Array, batch: Batch
+        ) -> tuple[()]:
+            apply_fn = CarryingApply(self._interface, collections)
+            call_loss(self._loss_fn, params, apply_fn, batch, rng)
+            return ()
+
+        try:
+            jax.eval_shape(loss, self.params, self.collections, self._key, self._batch)
+        except Exception:  # If the missing mesh is not the cause, the second trace fails too.
+            for finder in finders:
+                finder.forget_call()
+            self.trace_loss(self.params, _as_is)
+
     def _trace(self, on_device: Callable[..., None], params: Params, *, casts: bool = True) -> None:
         """Traces `on_device(params, collections, rng, batch)` as one device of the mesh runs it.
 
@@ -834,7 +860,7 @@ def trace_model(
     check_shapes(tracer.collections)
     others: dict[str, OtherModel] = {}
     if finders:
-        tracer.trace_loss(tracer.params, _as_is)
+        tracer.trace_as_on_one_device(tuple(finders.values()))
         others = _found_models(strategy, options["other_models"], finders, variables["params"])
         others = {name: _stored_as(stored_dtypes, other) for name, other in others.items()}
         collections = tracer.collections
