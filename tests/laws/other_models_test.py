@@ -14,6 +14,8 @@ from flax import nnx
 from manualpar import abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import bytes_by_axes, state_bytes, step_bytes, step_memory, trace_collectives
 from manualpar.inspect.expected_bytes import of_parameters
+from tests.core.parameters.split_models import BATCH as SPLIT
+from tests.core.parameters.split_models import WIDTH, ExpertNet, Net
 
 bce = optax.sigmoid_binary_cross_entropy
 RNG = np.random.default_rng(0)
@@ -306,3 +308,58 @@ def test_a_state_that_does_not_fit_is_refused(devices8):
     state = own.init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"average has arrays of the state itself, .* a copy"):
         own.train_step(state, BATCH, average=state)
+
+
+class Student(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(nn.tanh(nn.Dense(16)(x)))
+
+
+def student_loss(params, apply_fn, batch, rng, teacher):
+    del rng
+    out = teacher(apply_fn({"params": params}, batch.inputs))
+    losses = jnp.square(out - batch.labels).mean(-1) * batch.mask
+    total = sum(jnp.square(x).sum() for x in jax.tree.leaves(nn.unbox(teacher.params)))
+    return {"loss": (losses.sum() * total, batch.mask.sum())}
+
+
+def draw_variables(abstract):
+    """Draws variables of a teacher with the shardings that a step expects."""
+    leaves, structure = jax.tree.flatten(abstract)
+    rng = np.random.default_rng(1)
+    draw = [rng.normal(size=x.shape).astype(x.dtype) * 0.3 for x in leaves]
+    placed = [jax.device_put(x, like.sharding) for x, like in zip(draw, leaves, strict=True)]
+    return structure.unflatten(placed)
+
+
+@pytest.mark.parametrize(
+    "teacher",
+    [
+        pytest.param(Net(), marks=pytest.mark.slow, id="split"),
+        pytest.param(Net(loop="scan"), marks=pytest.mark.slow, id="split, scanned"),
+        pytest.param(ExpertNet(), id="experts"),
+    ],
+)
+def test_a_teacher_that_computes_with_shards_is_that_of_one_device(devices8, teacher):
+    """The loss also reads all of its parameters."""
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    options = {"mesh": mesh, "batch": SPLIT, "min_weight_size": 16}
+    models, rate = {"teacher": teacher}, 0.01
+    program = fsdp(Student(), optax.sgd(rate), student_loss, other_models=models, **options)
+    state = program.init(jax.random.key(0))
+    variables = draw_variables(program.abstract_others["teacher"])
+    params, whole = jax.device_get((program.whole(state)["params"], variables))
+
+    def loss(params):
+        function = functools.partial(teacher.apply, whole)
+        function.params = whole["params"]
+        total, count = student_loss(params, Student().apply, SPLIT, None, function)["loss"]
+        return total / count
+
+    value, grads = jax.value_and_grad(loss)(params)
+    state, metrics = program.train_step(state, SPLIT, teacher=variables)
+    np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], value, rtol=1e-5)
+    expected = jax.tree.map(lambda w, g: w - rate * g, params, grads)
+    found = jax.device_get(program.whole(state)["params"])
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
