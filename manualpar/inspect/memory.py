@@ -179,8 +179,8 @@ def _trace(program: Program) -> ClosedJaxpr:
         update = dataclasses.replace(asked.update, mode=mode)
         model = dataclasses.replace(asked.model, mode=mode)
         step = jax.jit(dataclasses.replace(asked, mode=mode, model=model, update=update).train)
-    others = (program.abstract_others,) if program.abstract_others else ()
-    return step.trace(program.abstract_state, program.abstract_batch, *others).jaxpr
+    more = (program.abstract_others,) if program.abstract_others else ()
+    return step.trace(program.abstract_state, program.abstract_batch, *more).jaxpr
 
 
 def _parts(x: Any) -> int:

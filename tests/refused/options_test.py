@@ -64,6 +64,11 @@ REFUSED = [
         build_calling,
         (({"judge": Classifier()}, True, {}), TypeError, r"'judge', expected the name of an arg"),
         (({"batch": Classifier()}, True, {}), TypeError, r"'batch', expected the name of an arg"),
+        (
+            ({}, True, {}),
+            TypeError,
+            r"loss_fn takes \(params, .*critic\), expected \(params, .*name",
+        ),
         (([], True, {}), TypeError, r"other_models=\[\], expected a dict of programs or models"),
         (({"critic": 3}, True, {}), TypeError, r"other_models\['critic'\]: model is 3, expected"),
         ((CRITIC, False, {}), r"'critic', expected a model with parameters that loss_fn calls"),

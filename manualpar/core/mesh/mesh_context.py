@@ -83,9 +83,12 @@ class OutsideMeshes:
         value = getattr(self.jitted, name)
         if name not in ("eval_shape", "lower", "trace"):
             return value
-        if not self._abstract_others:
-            return no_mesh()(value)
-        return no_mesh()(lambda *args: value(*args, *(self._abstract_others,) * (len(args) < 3)))
+        others = (self._abstract_others,) if self._abstract_others else ()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return value(*args, *(others if len(args) == 2 else ()), **kwargs)
+
+        return no_mesh()(call)
 
     def __reduce__(self) -> NoReturn:
         raise cannot_pickle("a program's step")

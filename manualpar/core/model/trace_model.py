@@ -823,8 +823,10 @@ def trace_model(
         else _Finder(_interface_of(f"{strategy}: other_models[{name!r}]", x, mode, options))
         for name, x in options["other_models"].items()
     }
-    _check_names_of_models(strategy, loss_fn, finders)
-    finding_loss = interface.adapt_loss(functools.partial(loss_fn, **finders))
+    _check_arguments_of_loss(strategy, loss_fn, finders)
+    finding_loss = interface.adapt_loss(
+        functools.partial(loss_fn, **finders) if finders else loss_fn
+    )
     trainable = tuple(options["trainable"] or interface.trainable)
     init_args = options["init_args"]
     if init_args is None and not hasattr(batch, "inputs"):
@@ -918,22 +920,37 @@ def trace_model(
     )
 
 
-def _check_names_of_models(strategy: str, loss_fn: LossFn, names: Collection[str]) -> None:
-    """Refuses names of other models that are not arguments of the loss."""
+def _check_arguments_of_loss(strategy: str, loss_fn: LossFn, models: Collection[str]) -> None:
+    """Refuses a loss with other arguments, and names of models that are none of its arguments."""
     try:
-        parameters = inspect.signature(loss_fn).parameters
+        signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # A callable without a signature.
         return
-    if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+    takes, named = f"({', '.join(signature.parameters)})", dict.fromkeys(models)
+
+    def fits(number: int) -> bool:
+        try:
+            signature.bind(*range(number), **named)
+        except TypeError:
+            return False
+        return True
+
+    if fits(4) or fits(2):
         return
-    for name in names:
-        taken = ("params", "apply_fn", "batch", "rng", "state", "model")
-        if name not in parameters or name in taken:
+    for name in models:
+        if not any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values()) and (
+            name not in list(signature.parameters)[2:] or name in ("batch", "rng")
+        ):
             raise TypeError(
                 f"{strategy}: other_models has {name!r}, expected the name of an argument of "
-                f"loss_fn beside its own, which takes ({', '.join(parameters)}). Give the loss an "
-                f"argument of this name: a function that calls the model, {name}(x)."
+                f"loss_fn beside its own, which takes {takes}. Give the loss an argument of this "
+                f"name: a function that calls the model, {name}(x)."
             )
+    raise TypeError(
+        f"{strategy}: loss_fn takes {takes}, expected (params, apply_fn, batch, rng), or (model, "
+        f"batch) for an NNX model{', and ' + ', '.join(models) if models else ''}. If an argument "
+        "is a model that is trained elsewhere, name it in other_models."
+    )
 
 
 def _found_models(

@@ -375,9 +375,11 @@ class Program(Summarized, StartsFromArrays):
         replaces the arguments of this call. (Without `jit` the last bit may be rounded
         differently.) No device ever holds more than its shards.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
-        use the returned state. Metrics are `(sum, count)` pairs over the global batch, the same on
-        all devices. With the option `nonfinite="skip"`, a step that is skipped changes only the
-        state's step number and key, see `ProgramOptions`.
+        use the returned state. With `other_models` a step also takes their states by name,
+        `train_step(state, batch, critic=its_state)`, which are not donated. Metrics are `(sum,
+        count)` pairs over the global batch, the same on all devices. With the option
+        `nonfinite="skip"`, a step that is skipped changes only the state's step number and key, see
+        `ProgramOptions`.
       eval_step: `eval_step(state, batch) -> metrics`, jitted. The step calls the same loss function
         with training turned off.
       step: The functions that `train_step` and `eval_step` jit, with the model, the loss and the
