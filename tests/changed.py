@@ -1,8 +1,9 @@
 """Finds the tests that a change can reach: `python -m pytest --changed`.
 
 A change is what git reports: files that differ from the branch that this one follows, and files
-that git does not know yet. A test is reached if its file imports a changed file, directly or through
-others; imports run one way, so a change of an application reaches none of the library's tests.
+that git does not know yet. A test is reached if its file imports a changed file, directly or
+through others. Imports run one way, so a change of an application reaches none of the library's
+tests.
 """
 
 import re
@@ -69,7 +70,7 @@ def _module(path: str) -> str:
 
 
 def _importers(sources: dict[str, str], removed: set[str]) -> dict[str, set[str]]:
-    """The modules that import a module, by its name. A package passes names on, module by module."""
+    """The modules that import a module, by its name; a package passes names on."""
     texts = {name: (ROOT / path).read_text() for name, path in sources.items()}
     passed_on = {
         name: dict(_names(texts[name]))

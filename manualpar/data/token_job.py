@@ -51,6 +51,269 @@ from manualpar.system.reports.progress_bars import bytes_bar
 from manualpar.system.storage import AnyPath, BucketPath, user_cache, waiting_for, writing_cache
 from manualpar.system.storage.untrusted import create_file, read_model_file, read_object, write_file
 
+HELD_OUT = 0.02
+PARTS, JOB, LOCK = "parts", "job.json", "lock"
+CHATS = 3  # Larger each time that equal chats become other tokens.
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The input and the settings from which a directory of token files is made.
+
+    Attributes:
+      parts: The parts of the input.
+      tokenizer: See `load_tokenizer`.
+      held_out: The fraction of the documents in eval; test has the same fraction.
+      key: A hash of everything on which the result depends.
+      is_chat: Whether the source is `chat`, see `manualpar.data.chat`.
+      template: The chat template, see `load_templates`.
+    """
+
+    parts: tuple[DocumentRange | TextPart, ...]
+    tokenizer: str
+    held_out: float
+    key: str
+    is_chat: bool = False
+    template: str = ""
+
+    @property
+    def size(self) -> int:
+        """The estimated bytes of the documents in all parts."""
+        return sum(part.size for part in self.parts)
+
+    def make_encoder(self) -> Encoder:
+        """Makes the encoder that tokenizes this job's parts."""
+        tokenizer = load_tokenizer(self.tokenizer)
+        if self.is_chat:
+            return ChatEncoder(tokenizer, self.held_out, self.template)
+        return DocumentEncoder(tokenizer, self.held_out)
+
+
+@contextlib.contextmanager
+def token_bar(job: Job) -> Iterator[Callable[[TokenProgress], None]]:
+    """Shows the progress of `run_job` in a terminal: bytes, documents and tokens per second.
+
+    The context's value is a function for the argument `report` of `run_job`.
+    """
+    started = time.monotonic()
+    with bytes_bar("tokenizing", job.size) as show:
+
+        def report(progress: TokenProgress) -> None:
+            rate = progress.tokens / max(time.monotonic() - started, 1e-3)
+            show(progress.bytes, f"{progress.documents:,} documents, {rate:,.0f} tokens/s")
+
+        yield report
+
+
+def make_job(
+    source: str,
+    path: str,
+    *,
+    tokenizer: str = "",
+    field: str = "text",
+    held_out: float = HELD_OUT,
+    template: str = "",
+) -> Job:
+    """Makes a `Job`: finds the files and divides them into parts.
+
+    Args:
+      source: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
+      path: The files; see `find_files` for `text`, otherwise `find_document_files`.
+      tokenizer: See `load_tokenizer`.
+      field: See `DocumentRange`.
+      held_out: The fraction of the documents in eval; test has the same fraction. Not used for
+        `text`.
+      template: See `Job`.
+    """
+    parts: list[DocumentRange | TextPart] = []
+    if source == "text":
+        for split, files in split_files(find_files(path), path).items():
+            parts += _text_parts(split, files)
+        files_key: list[Any] = [
+            [part.split, [(f.name, f.start, f.size, _changed(f.path)) for f in part.files]]
+            for part in parts
+            if isinstance(part, TextPart)
+        ]
+    else:
+        kind = "jsonl" if source == "chat" else source
+        found = find_document_files(path, kind)
+        parts += divide(kind, found, field)
+        files_key = [[f.path, f.name, f.size, f.modified] for f in found]
+    encoder = load_tokenizer(tokenizer)
+    settings: list[Any] = [VERSION, PART_BYTES, encoder.fingerprint, field, held_out]
+    if source == "chat":
+        settings.append(CHATS)
+        texts = [read_model_file(file, encoder.files[0].parent) for file in encoder.files]
+        if template:
+            texts.append(load_templates(template, encoder.files).chosen.encode())
+        settings += [hashlib.blake2b(text).hexdigest() for text in texts]
+    key = make_fingerprint(settings, source, files_key, len(parts))
+    return Job(tuple(parts), tokenizer, held_out, key, source == "chat", template)
+
+
+def run_job(
+    job: Job,
+    directory: AnyPath,
+    *,
+    processes: int = 1,
+    report: Callable[[TokenProgress], None] = lambda progress: None,
+) -> TokenFiles:
+    """Makes a job's directory of token files, and returns the description of the directory.
+
+    If an earlier call for an equal job was interrupted, this call completes its directory.
+
+    Args:
+      directory: The directory to make; its parents need not exist. If the directory is in a bucket,
+        the files are made in the user's cache folder and then uploaded, the description last.
+      processes: The number of processes that make tokens; 1 for only this process.
+      report: Called regularly with the progress.
+
+    Raises:
+      DamagedDataError: A file of documents is damaged, or a process was killed.
+      OSError: The directory cannot be written to.
+    """
+    if isinstance(directory, BucketPath):
+        return _run_job_for_bucket(job, directory, processes=processes, report=report)
+    parts = directory / PARTS
+    _begin_directory(job, directory, parts)
+    with waiting_for(parts / LOCK):
+        # Another process may have finished the directory while this process waited for the lock.
+        if not (directory / DESCRIPTION).exists():
+            finished = {n for n in range(len(job.parts)) if finished_file(parts, n).exists()}
+            left = {n: part for n, part in enumerate(job.parts) if n not in finished}
+            done = TokenProgress(job.size - sum(part.size for part in left.values()), 0, 0)
+            make_parts(Work(left, parts, job.make_encoder, done), processes, report)
+            written = _join(job, directory, parts)
+            shutil.rmtree(parts)
+            return written
+    return read_description(directory, str(directory))
+
+
+def _run_job_for_bucket(
+    job: Job, directory: BucketPath, *, processes: int, report: Callable[[TokenProgress], None]
+) -> TokenFiles:
+    """Makes the files in a local folder, and uploads them.
+
+    A later call for an equal job uses the same local folder again.
+    """
+    if (directory / DESCRIPTION).is_file():
+        raise _conflicting_files(directory)
+    name = hashlib.blake2b(f"{directory} {job.key}".encode(), digest_size=8).hexdigest()
+    made = user_cache() / "made" / name
+    # If an earlier call stopped during the upload, the local files are complete already.
+    with writing_cache(made):
+        if not (made / DESCRIPTION).exists():
+            run_job(job, made, processes=processes, report=report)
+    names = {path.name for path in made.iterdir()} - {DESCRIPTION}
+    for each in (*sorted(names), DESCRIPTION):
+        (directory / each).upload(made / each)
+    written = read_description(made, str(directory))
+    shutil.rmtree(made)
+    return written
+
+
+def _conflicting_files(directory: AnyPath) -> ValueError:
+    return ValueError(
+        f"output is {str(directory)!r}, which already holds token files or is a file; name another "
+        "directory."
+    )
+
+
+def _text_parts(split: str, files: Sequence[TextFile]) -> Iterator[TextPart]:
+    collected: list[TextFile] = []
+    for file in files:
+        collected.append(file)
+        if sum(each.size for each in collected) >= PART_BYTES or len(collected) == 4096:
+            yield TextPart(split, tuple(collected))
+            collected = []
+    if collected:
+        yield TextPart(split, tuple(collected))
+
+
+def _changed(path: AnyPath) -> int:
+    return state_of(path)[1]
+
+
+def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> None:
+    if (directory / DESCRIPTION).exists() or (directory.exists() and not directory.is_dir()):
+        raise _conflicting_files(directory)
+    parts.mkdir(parents=True, exist_ok=True)
+    described = parts / JOB
+    if described.exists():
+        try:
+            found = read_object(described).get("key")
+        except (OSError, ValueError):
+            found = None
+        if found != job.key:
+            raise ValueError(
+                f"output is {str(directory)!r}, which holds an unfinished call with other options "
+                "or other files, or the files have changed since; use the same options and files, "
+                "name another directory, or delete this one to begin again."
+            )
+    else:
+        write_whole(described, {"key": job.key})
+
+
+def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
+    tokenizer = load_tokenizer(job.tokenizer)
+    encoder = job.make_encoder()
+    numbers = range(len(job.parts))
+    counts = [json.loads(finished_file(parts, number).read_text()) for number in numbers]
+    splits = {}
+    for split in SPLITS:
+        total = {name: sum(part[split][name] for part in counts) for name in counts[0][split]}
+        if not total["documents"]:
+            everything = sum(part[name]["documents"] for part in counts for name in SPLITS)
+            raise ValueError(
+                f"`held_out` is {job.held_out}, which leaves none of the {everything} "
+                f"documents for {split}; expected a larger share, or more documents."
+            )
+        size = 0 if total["unknown"] else total["bytes"]
+        digest, end = hashlib.blake2b(digest_size=8), b""
+        if not encoder.makes_examples:
+            end = np.array([tokenizer.bos_token]).astype(encoder.dtype).tobytes()
+        sources = [tokens_file(parts, number, split) for number in numbers]
+        joined = directory / f"{split}.bin"
+        _concatenate(joined, sources, end, digest)
+        if encoder.makes_examples:
+            _concatenate(lengths_file(joined), list(map(lengths_file, sources)), b"", digest)
+        tokens = total["tokens"] + bool(end)
+        splits[split] = TokenFile(tokens, size, total["documents"], digest.hexdigest())
+    folder = tokenizer.files[0].parent if tokenizer.files else directory
+    names = [TOKENIZER, *(str(file.relative_to(folder)) for file in tokenizer.files[1:])]
+    for name, path in zip(names, tokenizer.files, strict=False):
+        (directory / name).parent.mkdir(exist_ok=True)
+        write_file(directory / name, read_model_file(path, folder))
+    written = TokenFiles(
+        version=VERSION,
+        dtype=encoder.dtype,
+        vocab_size=tokenizer.vocab_size,
+        bos_token=tokenizer.bos_token,
+        tokenizer=TOKENIZER if tokenizer.files else "",
+        splits=splits,
+        examples=int(encoder.makes_examples),
+    )
+    # The description is written last, in one step, so that it never describes missing files.
+    write_whole(directory / DESCRIPTION, dataclasses.asdict(written))
+    return written
+
+
+def _concatenate(
+    joined: pathlib.Path, sources: Sequence[pathlib.Path], end: bytes, digest: Any
+) -> None:
+    """Writes the contents of `sources`, and then `end`, to `joined`, and adds them to `digest`."""
+    with create_file(joined) as out:
+        for source in sources:
+            with open(source, "rb") as file:
+                while piece := file.read(2**22):
+                    digest.update(piece)
+                    out.write(piece)
+        digest.update(end)
+        out.write(end)
+        out.flush()
+        os.fsync(out.fileno())
+
+
 # -------------------------------------------------------------------------------------------------
 # Makes the parts of a directory of token files, in this process or in several processes.
 #
@@ -83,7 +346,6 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
     """Makes all parts that still have to be made.
 
     Args:
-      work: The parts.
       processes: The number of processes. With 1 this process makes the parts.
       report: Called regularly with all the work done so far.
 
@@ -178,275 +440,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-# -------------------------------------------------------------------------------------------------
-
-
-HELD_OUT = 0.02
-PARTS, JOB, LOCK = "parts", "job.json", "lock"
-CHATS = 3  # Larger each time that equal chats become other tokens.
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The input and the settings from which a directory of token files is made.
-
-    Attributes:
-      parts: The parts of the input.
-      tokenizer: See `load_tokenizer`.
-      held_out: The fraction of the documents in eval; test has the same fraction.
-      key: A hash of everything on which the result depends.
-      is_chat: Whether the source is `chat`, see `manualpar.data.chat`.
-      template: The chat template, see `load_templates`.
-    """
-
-    parts: tuple[DocumentRange | TextPart, ...]
-    tokenizer: str
-    held_out: float
-    key: str
-    is_chat: bool = False
-    template: str = ""
-
-    @property
-    def size(self) -> int:
-        """The estimated bytes of the documents in all parts."""
-        return sum(part.size for part in self.parts)
-
-    def make_encoder(self) -> Encoder:
-        """Makes the encoder that tokenizes this job's parts."""
-        tokenizer = load_tokenizer(self.tokenizer)
-        if self.is_chat:
-            return ChatEncoder(tokenizer, self.held_out, self.template)
-        return DocumentEncoder(tokenizer, self.held_out)
-
-
-@contextlib.contextmanager
-def token_bar(job: Job) -> Iterator[Callable[[TokenProgress], None]]:
-    """Shows the progress of `run_job` in a terminal: bytes, documents and tokens per second.
-
-    The context's value is a function for the argument `report` of `run_job`.
-    """
-    started = time.monotonic()
-    with bytes_bar("tokenizing", job.size) as show:
-
-        def report(progress: TokenProgress) -> None:
-            rate = progress.tokens / max(time.monotonic() - started, 1e-3)
-            show(progress.bytes, f"{progress.documents:,} documents, {rate:,.0f} tokens/s")
-
-        yield report
-
-
-def make_job(
-    source: str,
-    path: str,
-    *,
-    tokenizer: str = "",
-    field: str = "text",
-    held_out: float = HELD_OUT,
-    template: str = "",
-) -> Job:
-    """Makes a `Job`: finds the files and divides them into parts.
-
-    Args:
-      source: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
-      path: The files; see `find_files` for `text`, otherwise `find_document_files`.
-      tokenizer: See `load_tokenizer`.
-      field: See `DocumentRange`.
-      held_out: The fraction of the documents in eval; test has the same fraction. Not used for
-        `text`.
-      template: See `Job`.
-
-    Raises:
-      ValueError: An argument is not allowed, or a file that an argument names is missing or
-        damaged.
-    """
-    parts: list[DocumentRange | TextPart] = []
-    if source == "text":
-        for split, files in split_files(find_files(path), path).items():
-            parts += _text_parts(split, files)
-        files_key: list[Any] = [
-            [part.split, [(f.name, f.start, f.size, _changed(f.path)) for f in part.files]]
-            for part in parts
-            if isinstance(part, TextPart)
-        ]
-    else:
-        kind = "jsonl" if source == "chat" else source
-        found = find_document_files(path, kind)
-        parts += divide(kind, found, field)
-        files_key = [[f.path, f.name, f.size, f.modified] for f in found]
-    encoder = load_tokenizer(tokenizer)
-    settings: list[Any] = [VERSION, PART_BYTES, encoder.fingerprint, field, held_out]
-    if source == "chat":
-        settings.append(CHATS)
-        texts = [read_model_file(file, encoder.files[0].parent) for file in encoder.files]
-        if template:
-            texts.append(load_templates(template, encoder.files).chosen.encode())
-        settings += [hashlib.blake2b(text).hexdigest() for text in texts]
-    key = make_fingerprint(settings, source, files_key, len(parts))
-    return Job(tuple(parts), tokenizer, held_out, key, source == "chat", template)
-
-
-def run_job(
-    job: Job,
-    directory: AnyPath,
-    *,
-    processes: int = 1,
-    report: Callable[[TokenProgress], None] = lambda progress: None,
-) -> TokenFiles:
-    """Makes a job's directory of token files, and returns the description of the directory.
-
-    If an earlier call for an equal job was interrupted, this call completes its directory.
-
-    Args:
-      job: The job to run.
-      directory: The directory to make; its parents need not exist. If the directory is in a bucket,
-        the files are made in the user's cache folder and then uploaded, the description last.
-      processes: The number of processes that make tokens; 1 for only this process.
-      report: Called regularly with the progress.
-
-    Raises:
-      ValueError: The directory has other content, or a split would have no document.
-      DamagedDataError: A file of documents is damaged, or a process was killed.
-      OSError: The directory cannot be written to.
-    """
-    if isinstance(directory, BucketPath):
-        return _run_job_for_bucket(job, directory, processes=processes, report=report)
-    parts = directory / PARTS
-    _begin_directory(job, directory, parts)
-    with waiting_for(parts / LOCK):
-        # Another process may have finished the directory while this process waited for the lock.
-        if not (directory / DESCRIPTION).exists():
-            finished = {n for n in range(len(job.parts)) if finished_file(parts, n).exists()}
-            left = {n: part for n, part in enumerate(job.parts) if n not in finished}
-            done = TokenProgress(job.size - sum(part.size for part in left.values()), 0, 0)
-            make_parts(Work(left, parts, job.make_encoder, done), processes, report)
-            written = _join(job, directory, parts)
-            shutil.rmtree(parts)
-            return written
-    return read_description(directory, str(directory))
-
-
-def _run_job_for_bucket(
-    job: Job, directory: BucketPath, *, processes: int, report: Callable[[TokenProgress], None]
-) -> TokenFiles:
-    """Makes the files in a local folder, and uploads them.
-
-    A later call for an equal job uses the same local folder again.
-    """
-    if (directory / DESCRIPTION).is_file():
-        raise _in_the_way(directory)
-    name = hashlib.blake2b(f"{directory} {job.key}".encode(), digest_size=8).hexdigest()
-    made = user_cache() / "made" / name
-    # If an earlier call stopped during the upload, the local files are complete already.
-    with writing_cache(made):
-        if not (made / DESCRIPTION).exists():
-            run_job(job, made, processes=processes, report=report)
-    names = {path.name for path in made.iterdir()} - {DESCRIPTION}
-    for each in (*sorted(names), DESCRIPTION):
-        (directory / each).upload(made / each)
-    written = read_description(made, str(directory))
-    shutil.rmtree(made)
-    return written
-
-
-def _in_the_way(directory: AnyPath) -> ValueError:
-    return ValueError(
-        f"output is {str(directory)!r}, which already holds token files or is a file; name another "
-        "directory."
-    )
-
-
-def _text_parts(split: str, files: Sequence[TextFile]) -> Iterator[TextPart]:
-    collected: list[TextFile] = []
-    for file in files:
-        collected.append(file)
-        if sum(each.size for each in collected) >= PART_BYTES or len(collected) == 4096:
-            yield TextPart(split, tuple(collected))
-            collected = []
-    if collected:
-        yield TextPart(split, tuple(collected))
-
-
-def _changed(path: AnyPath) -> int:
-    return state_of(path)[1]
-
-
-def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> None:
-    if (directory / DESCRIPTION).exists() or (directory.exists() and not directory.is_dir()):
-        raise _in_the_way(directory)
-    parts.mkdir(parents=True, exist_ok=True)
-    described = parts / JOB
-    if described.exists():
-        try:
-            found = read_object(described).get("key")
-        except (OSError, ValueError):
-            found = None
-        if found != job.key:
-            raise ValueError(
-                f"output is {str(directory)!r}, which holds an unfinished call with other options "
-                "or other files, or the files have changed since; use the same options and files, "
-                "name another directory, or delete this one to begin again."
-            )
-    else:
-        write_whole(described, {"key": job.key})
-
-
-def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
-    tokenizer = load_tokenizer(job.tokenizer)
-    encoder = job.make_encoder()
-    numbers = range(len(job.parts))
-    counts = [json.loads(finished_file(parts, number).read_text()) for number in numbers]
-    splits = {}
-    for split in SPLITS:
-        total = {name: sum(part[split][name] for part in counts) for name in counts[0][split]}
-        if not total["documents"]:
-            everything = sum(part[name]["documents"] for part in counts for name in SPLITS)
-            raise ValueError(
-                f"`held_out` is {job.held_out}, which leaves none of the {everything} "
-                f"documents for {split}; expected a larger share, or more documents."
-            )
-        size = 0 if total["unknown"] else total["bytes"]
-        digest, end = hashlib.blake2b(digest_size=8), b""
-        if not encoder.makes_examples:
-            end = np.array([tokenizer.bos_token]).astype(encoder.dtype).tobytes()
-        sources = [tokens_file(parts, number, split) for number in numbers]
-        joined = directory / f"{split}.bin"
-        _concatenate(joined, sources, end, digest)
-        if encoder.makes_examples:
-            _concatenate(lengths_file(joined), list(map(lengths_file, sources)), b"", digest)
-        tokens = total["tokens"] + bool(end)
-        splits[split] = TokenFile(tokens, size, total["documents"], digest.hexdigest())
-    folder = tokenizer.files[0].parent if tokenizer.files else directory
-    names = [TOKENIZER, *(str(file.relative_to(folder)) for file in tokenizer.files[1:])]
-    for name, path in zip(names, tokenizer.files, strict=False):
-        (directory / name).parent.mkdir(exist_ok=True)
-        write_file(directory / name, read_model_file(path, folder))
-    written = TokenFiles(
-        version=VERSION,
-        dtype=encoder.dtype,
-        vocab_size=tokenizer.vocab_size,
-        bos_token=tokenizer.bos_token,
-        tokenizer=TOKENIZER if tokenizer.files else "",
-        splits=splits,
-        examples=int(encoder.makes_examples),
-    )
-    # The description is written last, in one step, so that it never describes missing files.
-    write_whole(directory / DESCRIPTION, dataclasses.asdict(written))
-    return written
-
-
-def _concatenate(
-    joined: pathlib.Path, sources: Sequence[pathlib.Path], end: bytes, digest: Any
-) -> None:
-    """Writes the contents of `sources`, and then `end`, to `joined`, and adds them to `digest`."""
-    with create_file(joined) as out:
-        for source in sources:
-            with open(source, "rb") as file:
-                while piece := file.read(2**22):
-                    digest.update(piece)
-                    out.write(piece)
-        digest.update(end)
-        out.write(end)
-        out.flush()
-        os.fsync(out.fileno())

@@ -52,367 +52,6 @@ from manualpar.planner.timed_collectives import (
 from manualpar.planner.topology import Ring, Topology, is_closed, ring_over
 from manualpar.training.monitoring.throughput import Throughput
 
-# -------------------------------------------------------------------------------------------------
-# Times the instructions of a program that XLA compiled for GPUs.
-#
-# XLA's compiler for GPUs writes its estimate next to most instructions (`reification_cost`). For a
-# matrix product this estimate is of no use: without a GPU XLA cannot try tiles, and it prices
-# default tiles that no run would use (2.0 ms for a product of 69 GFLOP on H100, which takes 0.1
-# ms). So a product takes the time of its operations, or of its bytes if this is longer, at the
-# shares of the chip's peaks that products reach (`manualpar.planner.hardware`). An instruction
-# without an estimate takes the time of its bytes. All instructions of a chip take this time if XLA
-# has no rates of the chip's units (`GpuTarget.has_costs`). A call to cuDNN's attention counts as a
-# kernel.
-
-
-CLOCK = 1e9  # Cycles per second: a cycle is a nanosecond.
-_ESTIMATE = re.compile(
-    r'\{"end_to_end_cycles":[\d.e+-]+,"exec_time_us":([\d.e+-]+),[^{}]*"name":""\}'
-)
-_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")
-_CUDNN = {
-    "__cudnn$fmhaScaleBiasSoftmax": "dot_product_attention_fwd_wrapper",
-    "__cudnn$fmhaSoftmax": "dot_product_attention_fwd_wrapper",
-    "__cudnn$fmhaScaleBiasSoftmaxBackward": "dot_product_attention_bwd_wrapper",
-    "__cudnn$fmhaSoftmaxBackward": "dot_product_attention_bwd_wrapper",
-}
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-# Opcodes that read a part of their first operand.
-_SLICES = frozenset({"dynamic-slice", "gather", "slice"})
-
-
-def gpu_cycles(chip: Chip) -> Cycles:
-    """Builds a function that returns the nanoseconds of an instruction, without kernels."""
-
-    def cycles(
-        module: HloModule, computation: Instructions, instruction: Instruction
-    ) -> int | None:
-        if instruction.opcode in FREE_OPCODES or instruction.opcode.endswith("-done"):
-            return None
-        products = list(_products(module, computation, instruction))
-        passing = _traffic(module, computation, instruction) / _bandwidth(chip)
-        if products:
-            computing = sum(flops / _flops_rate(chip, dtype) for flops, dtype in products)
-            return round(max(computing, passing) * CLOCK)
-        if estimate := instruction.found(_ESTIMATE.pattern):
-            return round(float(estimate) * CLOCK / 1e6)
-        return None if instruction.opcode == "custom-call" else round(passing * CLOCK)
-
-    return cycles
-
-
-def cudnn_seconds(chip: Chip) -> Callable[[Instruction, Instructions], float | None]:
-    """Builds a function that returns the seconds of a call to cuDNN's attention, else `None`."""
-
-    def seconds(instruction: Instruction, computation: Instructions) -> float | None:
-        if instruction.target not in _CUDNN:
-            return None
-        sizes = instruction.found(r'"intermediate_tensor_shape":.*?"dimensions": ?\[([^]]*)\]')
-        examples, heads, queries, keys = map(int, re.findall(r"\d+", sizes))
-        dtype, query = arrays(computation[instruction.operands[0]].shape)[0]
-        features = math.prod(query) // (examples * heads * queries)
-        pairs = queries * keys
-        if "CAUSAL" in instruction.found(r'"mask_type": ?"(\w+)"'):
-            pairs //= 2
-        if window := int(instruction.found(r'"sliding_window_length": ?(\d+)') or 0):
-            pairs = min(pairs, queries * window)
-        products = CUDNN_PRODUCTS[_CUDNN[instruction.target]]
-        flops = products * 2 * examples * heads * features * pairs
-        return max(
-            flops / (chip.peak(_DTYPES[dtype]) * kernel_efficiency(chip)),
-            _whole_traffic(computation, instruction) / _bandwidth(chip),
-        )
-
-    return seconds
-
-
-def of_gpus(chip: Chip) -> Iterator[str]:
-    """Yields the assumptions of these times, and what a compiler without a GPU cannot see."""
-    rest = (
-        f"Everything else takes the time that XLA estimates from its description of {chip.name} "
-        "(openxla/xla, xla/backends/gpu/target_config/specs)"
-    )
-    if not GPU_TARGETS[chip.name].has_costs:
-        rest = (
-            f"XLA has no rates of the units of {chip.name}, so it estimates no times; everything "
-            "else takes the time to read and write its bytes"
-        )
-    yield (
-        f"Matrix products take the time of their operations at {chip.flops_efficiency:.0%} of the "
-        f"peak, or of their bytes at {chip.hbm_efficiency:.0%} of the memory's bandwidth. XLA's "
-        "estimates are not used for them, because without a GPU XLA prices tiles that no run would "
-        f"use. {rest}."
-    )
-    yield (
-        "A compiler without a GPU does not see: autotuning, which may put a product of cuBLAS, "
-        "with a workspace in memory, in the place of a fusion; the buffers of NCCL and of the "
-        "driver, for which 2 GiB are set aside; how much collectives slow down products when both "
-        "need the GPU's multiprocessors; the time to launch kernels."
-    )
-
-
-def _bandwidth(chip: Chip) -> float:
-    return chip.hbm_bandwidth * chip.hbm_efficiency
-
-
-def _flops_rate(chip: Chip, dtype: str) -> float:
-    """Returns the FLOP/s of products; dtypes without a known peak count as bfloat16."""
-    known = _DTYPES.get(dtype, dtype)
-    return chip.peak(known if known in chip.flops else "bfloat16") * chip.flops_efficiency
-
-
-def _products(
-    module: HloModule, computation: Instructions, instruction: Instruction
-) -> Iterator[tuple[int, str]]:
-    """Yields operations and dtype of each matrix product in an instruction."""
-    contracted = ""
-    if instruction.opcode == "dot":
-        contracted = instruction.found(r"lhs_contracting_dims=\{([\d,]*)\}")
-    elif instruction.target in _CUBLAS:
-        contracted = instruction.found(r'"lhs_contracting_dimensions": ?\[([^]]*)\]')
-    else:
-        for name in instruction.called:
-            inside = module.computations[name]
-            for inner in inside.values():
-                yield from _products(module, inside, inner)
-        return
-    dtype, left = arrays(computation[instruction.operands[0]].shape)[0]
-    result = math.prod(arrays(instruction.shape)[0][1])
-    inner_size = math.prod(left[int(dim)] for dim in re.findall(r"\d+", contracted))
-    yield 2 * result * inner_size, dtype
-
-
-def _traffic(module: HloModule, computation: Instructions, instruction: Instruction) -> int:
-    """Counts the bytes that an instruction reads and writes; a slice counts as much as it reads."""
-    if instruction.opcode in _SLICES:
-        return 2 * _hlo_bytes(instruction.shape)
-    if instruction.opcode == "dynamic-update-slice":
-        return 2 * _hlo_bytes(computation[instruction.operands[1]].shape)
-    if instruction.opcode != "fusion":
-        return _whole_traffic(computation, instruction)
-    inside = module.computations[instruction.called[0]]
-    written = sum(_written(inside, x) for x in inside.values() if x.is_root)
-    return written + sum(_read(inside, x) for x in inside.values() if x.opcode == "parameter")
-
-
-def _whole_traffic(computation: Instructions, instruction: Instruction) -> int:
-    operands = sum(
-        _hlo_bytes(computation[x].shape) for x in instruction.operands if x in computation
-    )
-    return operands + _hlo_bytes(instruction.shape)
-
-
-def _written(inside: Instructions, root: Instruction) -> int:
-    """Counts the bytes that the root of a fusion writes; an update in place writes its part."""
-    if root.opcode == "tuple":
-        return sum(_written(inside, inside[name]) for name in root.operands)
-    if root.opcode == "bitcast":
-        return _written(inside, inside[root.operands[0]])
-    return _hlo_bytes((inside[root.operands[1]] if _updates(root) else root).shape)
-
-
-def _read(inside: Instructions, parameter: Instruction) -> int:
-    """Counts the bytes that a fusion reads of a parameter."""
-    sizes = []
-    for reader in inside.values():
-        if parameter.name not in reader.operands:
-            continue
-        if reader.opcode == "bitcast":
-            sizes.append(_read(inside, reader))
-        elif reader.operands[0] == parameter.name and reader.opcode in _SLICES:
-            sizes.append(_hlo_bytes(reader.shape))
-        elif reader.operands[0] == parameter.name and _updates(reader):
-            sizes.append(0)
-        else:
-            return _hlo_bytes(parameter.shape)
-    return min(sum(sizes), _hlo_bytes(parameter.shape))
-
-
-def _updates(instruction: Instruction) -> bool:
-    return instruction.opcode == "dynamic-update-slice"
-
-
-def _hlo_bytes(shape: str) -> int:
-    return sum(array_bytes(*array) for array in arrays(shape))
-
-
-# -------------------------------------------------------------------------------------------------
-# Models every directed link of a torus as a separate resource.
-#
-# In a permutation, each source sends its data to its target, first along x, then y, then z. In a
-# dimension that is closed to a ring, the data go the shorter way around. All links on this way
-# carry the data. The permutation takes as long as the link that carries the most bytes, and starts
-# when all of its links are free. So permutations in opposite directions run at the same time, and
-# a permutation between devices that are not neighbours occupies several links. An all-to-all is a
-# permutation of all pairs of its devices. Any other collective takes as long as if it used all
-# links, but occupies only the links along the dimensions that its devices span. A collective that
-# crosses slices occupies all links.
-
-
-TorusPlace = tuple[int, ...]  # The slice of a device, then its coordinates in the torus.
-Link = tuple[TorusPlace, int, int]  # From a place along a dimension, in a direction: 1 or -1.
-
-
-def wire_by_links(
-    topology: Topology,
-    places: Sequence[Sequence[int]],
-    wire_seconds: WireSeconds,
-    *,
-    apart: bool = True,
-) -> SendModel:
-    """Builds a function that returns which links a collective occupies, and for how long.
-
-    Args:
-      topology: A torus.
-      places: The slice and the coordinates of each device, in the order of the program.
-      wire_seconds: The time of a collective that uses all links.
-      apart: Whether each link is a separate resource. If not, every collective occupies all links,
-        and a permutation takes `wire_seconds`.
-    """
-    network, devices = topology.chip.network, [tuple(place) for place in places]
-    bandwidth = network.bandwidth * network.efficiency * topology.chip.devices_per_chip
-    sizes = [max(at) + 1 for at in zip(*devices, strict=True)]
-    closed = [is_closed(topology, size) for size in sizes]
-
-    def links_along(dims: set[int]) -> frozenset[Link]:
-        return frozenset((at, dim, step) for at in devices for dim in dims for step in (1, -1))
-
-    @functools.cache
-    def load(pairs: tuple[tuple[int, int], ...]) -> tuple[Counter[Link], int]:
-        """Counts the pairs whose data each link carries, and the links of the longest way."""
-        ways = [list(_way(devices[a], devices[b], sizes, closed)) for a, b in pairs]
-        return Counter(link for way in ways for link in way), max(map(len, ways), default=0)
-
-    def wire(
-        collective: CompiledCollective, instruction: Instruction, groups: Groups
-    ) -> tuple[Collection[Link], float]:
-        is_crossing = any(len({devices[i][0] for i in group}) > 1 for group in groups)
-        if is_crossing:
-            return links_along(set(range(1, len(sizes)))), wire_seconds(collective)
-        if collective.kind == "all_to_all":
-            loads, hops = load(_all_pairs(groups))
-            each = collective.operand_bytes / max(map(len, groups), default=1)
-        elif collective.kind == "permute" and apart:
-            loads, hops = load(tuple(permuted_pairs(instruction)))
-            each = collective.operand_bytes
-        else:
-            return links_along(_dims_spanned(devices, groups)), wire_seconds(collective)
-        sent = max(loads.values(), default=0) * each
-        return loads, network.launch + hops * network.latency + sent / bandwidth
-
-    def wire_of_all(*sent: Any) -> tuple[Collection[str], float]:
-        return (ALL_LINKS,), wire(*sent)[1]
-
-    return wire if apart else wire_of_all
-
-
-def _all_pairs(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple(pair for group in groups for pair in itertools.permutations(group, 2))
-
-
-def _dims_spanned(devices: Sequence[TorusPlace], groups: Groups) -> set[int]:
-    """Returns the dimensions in which the devices of some group differ."""
-    along = [zip(*(devices[i] for i in group), strict=True) for group in groups]
-    return {dim for places in along for dim, at in enumerate(places) if len(set(at)) > 1}
-
-
-def _way(
-    source: TorusPlace, target: TorusPlace, sizes: Sequence[int], closed: Sequence[bool]
-) -> Iterator[Link]:
-    """Yields the links from a device to another device of its slice, dimension by dimension."""
-    at = list(source)
-    for dim in range(1, len(sizes)):
-        ahead = (target[dim] - at[dim]) % sizes[dim]
-        is_ahead = target[dim] > at[dim]
-        if closed[dim]:
-            is_ahead = ahead <= sizes[dim] / 2
-        step = 1 if is_ahead else -1
-        while at[dim] != target[dim]:
-            yield (tuple(at), dim, step)
-            at[dim] = (at[dim] + step) % sizes[dim]
-
-
-# -------------------------------------------------------------------------------------------------
-# Reads the TPU compiler's message about a program that does not fit into HBM.
-#
-# The message has one of two forms. If the compiler has placed all buffers and they exceed HBM, the
-# message lists the largest buffers with their origins. If the compiler finds earlier that no
-# placement will fit, the message gives only the needed and the available bytes.
-
-
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
-NUM_NAMED = 5  # Buffers that the sentences name.
-_SIZE = r"([\d.]+)([KMGTP]?)B?"
-_PLACED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm. Exceeded hbm capacity by {_SIZE}\.")
-_SEEN_BEFORE = re.compile(
-    rf"total memory required[^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)"
-)
-# A buffer is a paragraph: its size, then a line for each field, up to a line of `=====`.
-_BUFFER = re.compile(rf"^\s*\d+\. Size: {_SIZE}[ \t]*$((?:\n(?!.*=====).*)*)", re.MULTILINE)
-
-
-class OutOfMemory(NamedTuple):
-    """The bytes that a program needs on a chip, and the available bytes; 0 if not known.
-
-    `sentences` says how many bytes are missing, and names the largest buffers.
-    """
-
-    needed: int
-    available: int
-    sentences: tuple[str, ...]
-
-
-def read_out_of_memory(message: str) -> OutOfMemory:
-    """Parses the message of the compiler's `RESOURCE_EXHAUSTED`."""
-    needed = available = over = 0
-    if placed := _PLACED.search(message):
-        needed, available, over = (_size_in_bytes(*placed.group(i, i + 1)) for i in (1, 3, 5))
-    elif seen := _SEEN_BEFORE.search(message):
-        needed, available = (_size_in_bytes(*seen.group(i, i + 1)) for i in (1, 3))
-        over = max(0, needed - available)
-    if not needed:
-        words = " ".join(message.split())[:200]
-        return OutOfMemory(needed, available, (f"Does not fit. The compiler reports: {words}",))
-    is_small = over < 10 * UNITS["M"]
-    missing = f"{over / UNITS['K']:.0f} KiB" if is_small else _gib(over)
-    first = (
-        f"Does not fit: a chip needs {_gib(needed)} and has {_gib(available)}, which is {missing} "
-        "too little."
-    )
-    buffers = [
-        (_size_in_bytes(*found.group(1, 2)), found[3]) for found in _BUFFER.finditer(message)
-    ]
-    buffers.sort(key=lambda buffer: -buffer[0])
-    named = [_describe(size, fields) for size, fields in buffers[:NUM_NAMED]]
-    no_buffers = "The compiler stopped before it placed buffers, so it names none of them."
-    return OutOfMemory(needed, available, (first, *(named or [no_buffers])))
-
-
-def _describe(size: int, paragraph: str) -> str:
-    """Describes a buffer: its bytes, its shape, and the module and operation that made it."""
-    lines = (line.strip().partition(": ") for line in paragraph.splitlines())
-    fields = {name: value for name, _, value in lines}
-    label = fields.get("XLA label", "")
-    described = f"{_gib(size)} are {fields.get('Shape', '').partition('{')[0] or label}"
-    op_name = re.search(r'op_name="([^"]+)"', fields.get("Operator", ""))
-    if not op_name:
-        return f"{described} ({label.partition(' = ')[0]})."
-    scope, primitive = compiled_scopes(op_name[1])[0], op_name[1].rpartition("/")[2]
-    module = module_of(scope, root="Transformer") or "no module"
-    return f"{described} of {module} ({phase_of(scope)}: {primitive})."
-
-
-def _size_in_bytes(number: str, unit: str) -> int:
-    return round(float(number) * UNITS[unit])
-
-
-def _gib(size: int) -> str:
-    return f"{size / UNITS['G']:.2f} GiB"
-
-
-# -------------------------------------------------------------------------------------------------
-
-
 NUM_NOTED, NUM_NOTED_HIDDEN = 5, 3
 Key = TypeVar("Key")
 MODEL = "Transformer"  # Flax begins every scope with the model's name.
@@ -435,11 +74,7 @@ class CompiledStep(Summarized):
 
 
 def plan_of(step: CompiledStep) -> StepEstimate:
-    """Makes the `StepEstimate` of a compiled step: its memory and its time.
-
-    Raises:
-      ValueError: The program has no known timeline, see `read_timeline`.
-    """
+    """Makes the `StepEstimate` of a compiled step: its memory and its time."""
     facts, topology, chip = step.facts, step.topology, step.topology.chip
     common: dict[str, Any] = {
         "name": facts["name"],
@@ -665,3 +300,359 @@ def _notes(schedule: Timeline) -> Iterator[str]:
             f"{schedule.num_carried} collectives start in one iteration of a loop and are waited "
             "for in the next. The estimate waits for them in the iteration in which they start."
         )
+
+
+# -------------------------------------------------------------------------------------------------
+# Times the instructions of a program that XLA compiled for GPUs.
+#
+# XLA's compiler for GPUs writes its estimate next to most instructions (`reification_cost`). For a
+# matrix product this estimate is of no use: without a GPU XLA cannot try tiles, and it prices
+# default tiles that no run would use (2.0 ms for a product of 69 GFLOP on H100, which takes 0.1
+# ms). So a product takes the time of its operations, or of its bytes if this is longer, at the
+# shares of the chip's peaks that products reach (`manualpar.planner.hardware`). An instruction
+# without an estimate takes the time of its bytes. All instructions of a chip take this time if XLA
+# has no rates of the chip's units (`GpuTarget.has_costs`). A call to cuDNN's attention counts as a
+# kernel.
+
+
+CLOCK = 1e9  # Cycles per second: a cycle is a nanosecond.
+_ESTIMATE = re.compile(
+    r'\{"end_to_end_cycles":[\d.e+-]+,"exec_time_us":([\d.e+-]+),[^{}]*"name":""\}'
+)
+_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")
+_CUDNN = {
+    "__cudnn$fmhaScaleBiasSoftmax": "dot_product_attention_fwd_wrapper",
+    "__cudnn$fmhaSoftmax": "dot_product_attention_fwd_wrapper",
+    "__cudnn$fmhaScaleBiasSoftmaxBackward": "dot_product_attention_bwd_wrapper",
+    "__cudnn$fmhaSoftmaxBackward": "dot_product_attention_bwd_wrapper",
+}
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+# Opcodes that read a part of their first operand.
+_SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+
+
+def gpu_cycles(chip: Chip) -> Cycles:
+    """Builds a function that returns the nanoseconds of an instruction, without kernels."""
+
+    def cycles(
+        module: HloModule, computation: Instructions, instruction: Instruction
+    ) -> int | None:
+        if instruction.opcode in FREE_OPCODES or instruction.opcode.endswith("-done"):
+            return None
+        products = list(_products(module, computation, instruction))
+        passing = _traffic(module, computation, instruction) / _bandwidth(chip)
+        if products:
+            computing = sum(flops / _flops_rate(chip, dtype) for flops, dtype in products)
+            return round(max(computing, passing) * CLOCK)
+        if estimate := instruction.found(_ESTIMATE.pattern):
+            return round(float(estimate) * CLOCK / 1e6)
+        return None if instruction.opcode == "custom-call" else round(passing * CLOCK)
+
+    return cycles
+
+
+def cudnn_seconds(chip: Chip) -> Callable[[Instruction, Instructions], float | None]:
+    """Builds a function that returns the seconds of a call to cuDNN's attention, else `None`."""
+
+    def seconds(instruction: Instruction, computation: Instructions) -> float | None:
+        if instruction.target not in _CUDNN:
+            return None
+        sizes = instruction.found(r'"intermediate_tensor_shape":.*?"dimensions": ?\[([^]]*)\]')
+        examples, heads, queries, keys = map(int, re.findall(r"\d+", sizes))
+        dtype, query = arrays(computation[instruction.operands[0]].shape)[0]
+        features = math.prod(query) // (examples * heads * queries)
+        pairs = queries * keys
+        if "CAUSAL" in instruction.found(r'"mask_type": ?"(\w+)"'):
+            pairs //= 2
+        if window := int(instruction.found(r'"sliding_window_length": ?(\d+)') or 0):
+            pairs = min(pairs, queries * window)
+        products = CUDNN_PRODUCTS[_CUDNN[instruction.target]]
+        flops = products * 2 * examples * heads * features * pairs
+        return max(
+            flops / (chip.peak(_DTYPES[dtype]) * kernel_efficiency(chip)),
+            _whole_traffic(computation, instruction) / _bandwidth(chip),
+        )
+
+    return seconds
+
+
+def of_gpus(chip: Chip) -> Iterator[str]:
+    """Yields the assumptions of these times, and what a compiler without a GPU cannot see."""
+    rest = (
+        f"Everything else takes the time that XLA estimates from its description of {chip.name} "
+        "(openxla/xla, xla/backends/gpu/target_config/specs)"
+    )
+    if not GPU_TARGETS[chip.name].has_costs:
+        rest = (
+            f"XLA has no rates of the units of {chip.name}, so it estimates no times; everything "
+            "else takes the time to read and write its bytes"
+        )
+    yield (
+        f"Matrix products take the time of their operations at {chip.flops_efficiency:.0%} of the "
+        f"peak, or of their bytes at {chip.hbm_efficiency:.0%} of the memory's bandwidth. XLA's "
+        "estimates are not used for them, because without a GPU XLA prices tiles that no run would "
+        f"use. {rest}."
+    )
+    yield (
+        "A compiler without a GPU does not see: autotuning, which may put a product of cuBLAS, "
+        "with a workspace in memory, in the place of a fusion; the buffers of NCCL and of the "
+        "driver, for which 2 GiB are set aside; how much collectives slow down products when both "
+        "need the GPU's multiprocessors; the time to launch kernels."
+    )
+
+
+def _bandwidth(chip: Chip) -> float:
+    return chip.hbm_bandwidth * chip.hbm_efficiency
+
+
+def _flops_rate(chip: Chip, dtype: str) -> float:
+    """Returns the FLOP/s of products; dtypes without a known peak count as bfloat16."""
+    known = _DTYPES.get(dtype, dtype)
+    return chip.peak(known if known in chip.flops else "bfloat16") * chip.flops_efficiency
+
+
+def _products(
+    module: HloModule, computation: Instructions, instruction: Instruction
+) -> Iterator[tuple[int, str]]:
+    """Yields operations and dtype of each matrix product in an instruction."""
+    contracted = ""
+    if instruction.opcode == "dot":
+        contracted = instruction.found(r"lhs_contracting_dims=\{([\d,]*)\}")
+    elif instruction.target in _CUBLAS:
+        contracted = instruction.found(r'"lhs_contracting_dimensions": ?\[([^]]*)\]')
+    else:
+        for name in instruction.called:
+            inside = module.computations[name]
+            for inner in inside.values():
+                yield from _products(module, inside, inner)
+        return
+    dtype, left = arrays(computation[instruction.operands[0]].shape)[0]
+    result = math.prod(arrays(instruction.shape)[0][1])
+    inner_size = math.prod(left[int(dim)] for dim in re.findall(r"\d+", contracted))
+    yield 2 * result * inner_size, dtype
+
+
+def _traffic(module: HloModule, computation: Instructions, instruction: Instruction) -> int:
+    """Counts the bytes that an instruction reads and writes; a slice counts as much as it reads."""
+    if instruction.opcode in _SLICES:
+        return 2 * _hlo_bytes(instruction.shape)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * _hlo_bytes(computation[instruction.operands[1]].shape)
+    if instruction.opcode != "fusion":
+        return _whole_traffic(computation, instruction)
+    inside = module.computations[instruction.called[0]]
+    written = sum(_written(inside, x) for x in inside.values() if x.is_root)
+    return written + sum(_read(inside, x) for x in inside.values() if x.opcode == "parameter")
+
+
+def _whole_traffic(computation: Instructions, instruction: Instruction) -> int:
+    operands = sum(
+        _hlo_bytes(computation[x].shape) for x in instruction.operands if x in computation
+    )
+    return operands + _hlo_bytes(instruction.shape)
+
+
+def _written(inside: Instructions, root: Instruction) -> int:
+    """Counts the bytes that the root of a fusion writes; an update in place writes its part."""
+    if root.opcode == "tuple":
+        return sum(_written(inside, inside[name]) for name in root.operands)
+    if root.opcode == "bitcast":
+        return _written(inside, inside[root.operands[0]])
+    return _hlo_bytes((inside[root.operands[1]] if _updates(root) else root).shape)
+
+
+def _read(inside: Instructions, parameter: Instruction) -> int:
+    """Counts the bytes that a fusion reads of a parameter."""
+    sizes = []
+    for reader in inside.values():
+        if parameter.name not in reader.operands:
+            continue
+        if reader.opcode == "bitcast":
+            sizes.append(_read(inside, reader))
+        elif reader.operands[0] == parameter.name and reader.opcode in _SLICES:
+            sizes.append(_hlo_bytes(reader.shape))
+        elif reader.operands[0] == parameter.name and _updates(reader):
+            sizes.append(0)
+        else:
+            return _hlo_bytes(parameter.shape)
+    return min(sum(sizes), _hlo_bytes(parameter.shape))
+
+
+def _updates(instruction: Instruction) -> bool:
+    return instruction.opcode == "dynamic-update-slice"
+
+
+def _hlo_bytes(shape: str) -> int:
+    return sum(array_bytes(*array) for array in arrays(shape))
+
+
+# -------------------------------------------------------------------------------------------------
+# Models every directed link of a torus as a separate resource.
+#
+# In a permutation, each source sends its data to its target, first along x, then y, then z. In a
+# dimension that is closed to a ring, the data go the shorter way around. All links on this way
+# carry the data. The permutation takes as long as the link that carries the most bytes, and starts
+# when all of its links are free. So permutations in opposite directions run at the same time, and
+# a permutation between devices that are not neighbours occupies several links. An all-to-all is a
+# permutation of all pairs of its devices. Any other collective takes as long as if it used all
+# links, but occupies only the links along the dimensions that its devices span. A collective that
+# crosses slices occupies all links.
+
+
+TorusPlace = tuple[int, ...]  # The slice of a device, then its coordinates in the torus.
+Link = tuple[TorusPlace, int, int]  # From a place along a dimension, in a direction: 1 or -1.
+
+
+def wire_by_links(
+    topology: Topology,
+    places: Sequence[Sequence[int]],
+    wire_seconds: WireSeconds,
+    *,
+    apart: bool = True,
+) -> SendModel:
+    """Builds a function that returns which links a collective occupies, and for how long.
+
+    Args:
+      places: The slice and the coordinates of each device, in the order of the program.
+      apart: Whether each link is a separate resource. If not, every collective occupies all links,
+        and a permutation takes `wire_seconds`.
+    """
+    network, devices = topology.chip.network, [tuple(place) for place in places]
+    bandwidth = network.bandwidth * network.efficiency * topology.chip.devices_per_chip
+    sizes = [max(at) + 1 for at in zip(*devices, strict=True)]
+    closed = [is_closed(topology, size) for size in sizes]
+
+    def links_along(dims: set[int]) -> frozenset[Link]:
+        return frozenset((at, dim, step) for at in devices for dim in dims for step in (1, -1))
+
+    @functools.cache
+    def load(pairs: tuple[tuple[int, int], ...]) -> tuple[Counter[Link], int]:
+        """Counts the pairs whose data each link carries, and the links of the longest way."""
+        ways = [list(_way(devices[a], devices[b], sizes, closed)) for a, b in pairs]
+        return Counter(link for way in ways for link in way), max(map(len, ways), default=0)
+
+    def wire(
+        collective: CompiledCollective, instruction: Instruction, groups: Groups
+    ) -> tuple[Collection[Link], float]:
+        is_crossing = any(len({devices[i][0] for i in group}) > 1 for group in groups)
+        if is_crossing:
+            return links_along(set(range(1, len(sizes)))), wire_seconds(collective)
+        if collective.kind == "all_to_all":
+            loads, hops = load(_all_pairs(groups))
+            each = collective.operand_bytes / max(map(len, groups), default=1)
+        elif collective.kind == "permute" and apart:
+            loads, hops = load(tuple(permuted_pairs(instruction)))
+            each = collective.operand_bytes
+        else:
+            return links_along(_dims_spanned(devices, groups)), wire_seconds(collective)
+        sent = max(loads.values(), default=0) * each
+        return loads, network.launch + hops * network.latency + sent / bandwidth
+
+    def wire_of_all(*sent: Any) -> tuple[Collection[str], float]:
+        return (ALL_LINKS,), wire(*sent)[1]
+
+    return wire if apart else wire_of_all
+
+
+def _all_pairs(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple(pair for group in groups for pair in itertools.permutations(group, 2))
+
+
+def _dims_spanned(devices: Sequence[TorusPlace], groups: Groups) -> set[int]:
+    """Returns the dimensions in which the devices of some group differ."""
+    along = [zip(*(devices[i] for i in group), strict=True) for group in groups]
+    return {dim for places in along for dim, at in enumerate(places) if len(set(at)) > 1}
+
+
+def _way(
+    source: TorusPlace, target: TorusPlace, sizes: Sequence[int], closed: Sequence[bool]
+) -> Iterator[Link]:
+    """Yields the links from a device to another device of its slice, dimension by dimension."""
+    at = list(source)
+    for dim in range(1, len(sizes)):
+        ahead = (target[dim] - at[dim]) % sizes[dim]
+        is_ahead = target[dim] > at[dim]
+        if closed[dim]:
+            is_ahead = ahead <= sizes[dim] / 2
+        step = 1 if is_ahead else -1
+        while at[dim] != target[dim]:
+            yield (tuple(at), dim, step)
+            at[dim] = (at[dim] + step) % sizes[dim]
+
+
+# -------------------------------------------------------------------------------------------------
+# Reads the TPU compiler's message about a program that does not fit into HBM.
+#
+# The message has one of two forms. If the compiler has placed all buffers and they exceed HBM, the
+# message lists the largest buffers with their origins. If the compiler finds earlier that no
+# placement will fit, the message gives only the needed and the available bytes.
+
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
+NUM_NAMED = 5  # Buffers that the sentences name.
+_SIZE = r"([\d.]+)([KMGTP]?)B?"
+_PLACED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm. Exceeded hbm capacity by {_SIZE}\.")
+_SEEN_BEFORE = re.compile(
+    rf"total memory required[^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)"
+)
+# A buffer is a paragraph: its size, then a line for each field, up to a line of `=====`.
+_BUFFER = re.compile(rf"^\s*\d+\. Size: {_SIZE}[ \t]*$((?:\n(?!.*=====).*)*)", re.MULTILINE)
+
+
+class OutOfMemory(NamedTuple):
+    """The bytes that a program needs on a chip, and the available bytes; 0 if not known.
+
+    `sentences` says how many bytes are missing, and names the largest buffers.
+    """
+
+    needed: int
+    available: int
+    sentences: tuple[str, ...]
+
+
+def read_out_of_memory(message: str) -> OutOfMemory:
+    """Parses the message of the compiler's `RESOURCE_EXHAUSTED`."""
+    needed = available = over = 0
+    if placed := _PLACED.search(message):
+        needed, available, over = (_size_in_bytes(*placed.group(i, i + 1)) for i in (1, 3, 5))
+    elif seen := _SEEN_BEFORE.search(message):
+        needed, available = (_size_in_bytes(*seen.group(i, i + 1)) for i in (1, 3))
+        over = max(0, needed - available)
+    if not needed:
+        words = " ".join(message.split())[:200]
+        return OutOfMemory(needed, available, (f"Does not fit. The compiler reports: {words}",))
+    is_small = over < 10 * UNITS["M"]
+    missing = f"{over / UNITS['K']:.0f} KiB" if is_small else _gib(over)
+    first = (
+        f"Does not fit: a chip needs {_gib(needed)} and has {_gib(available)}, which is {missing} "
+        "too little."
+    )
+    buffers = [
+        (_size_in_bytes(*found.group(1, 2)), found[3]) for found in _BUFFER.finditer(message)
+    ]
+    buffers.sort(key=lambda buffer: -buffer[0])
+    named = [_describe(size, fields) for size, fields in buffers[:NUM_NAMED]]
+    no_buffers = "The compiler stopped before it placed buffers, so it names none of them."
+    return OutOfMemory(needed, available, (first, *(named or [no_buffers])))
+
+
+def _describe(size: int, paragraph: str) -> str:
+    """Describes a buffer: its bytes, its shape, and the module and operation that made it."""
+    lines = (line.strip().partition(": ") for line in paragraph.splitlines())
+    fields = {name: value for name, _, value in lines}
+    label = fields.get("XLA label", "")
+    described = f"{_gib(size)} are {fields.get('Shape', '').partition('{')[0] or label}"
+    op_name = re.search(r'op_name="([^"]+)"', fields.get("Operator", ""))
+    if not op_name:
+        return f"{described} ({label.partition(' = ')[0]})."
+    scope, primitive = compiled_scopes(op_name[1])[0], op_name[1].rpartition("/")[2]
+    module = module_of(scope, root="Transformer") or "no module"
+    return f"{described} of {module} ({phase_of(scope)}: {primitive})."
+
+
+def _size_in_bytes(number: str, unit: str) -> int:
+    return round(float(number) * UNITS[unit])
+
+
+def _gib(size: int) -> str:
+    return f"{size / UNITS['G']:.2f} GiB"

@@ -42,42 +42,6 @@ from manualpar.models.generation.drawing import sample_tokens
 from manualpar.models.transformer import flops_per_token
 from manualpar.training.config import OWN, complete_config, is_own
 
-# -------------------------------------------------------------------------------------------------
-# Imports a function of a user that a config names, as `module:function`.
-
-
-def find_function(name: str) -> Callable[..., Any]:
-    """Imports the function `module:function` of `config.model.name`.
-
-    The current folder is searched too, but last.
-
-    Raises:
-      ValueError: There is no such module or function.
-    """
-    module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0]:
-            raise
-        raise ValueError(
-            f"config.model.name is {name!r}, and there is no module {error.name!r} beside the "
-            f"config, in {os.getcwd()} or in Python's path; run the command in its folder."
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(
-            f"config.model.name is {name!r}, and {module.__file__} has no function "
-            f"{function_name!r}, expected one that takes the config and returns a Task."
-        )
-    return function
-
-
-# -------------------------------------------------------------------------------------------------
-
-
 # For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6
 # The fields of `config.model` that `fine_tuned` uses. The model takes the others as arguments.
@@ -129,10 +93,6 @@ def make_task(config: ml_collections.ConfigDict) -> Task:
     """Loads the data that a config names, and makes the model for it.
 
     If `config.model.name` is `module:function`, the function makes the task.
-
-    Raises:
-      ValueError: The data is missing, or the model does not fit it; or there is no such function.
-        The message names the field.
     """
     config = complete_config(config)
     if is_own(config.model.name):
@@ -283,10 +243,6 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
     """Adds LoRA and quantized weights to a model; returns it unchanged if the config has neither.
 
     `config` is the group `config.model` of a config.
-
-    Raises:
-      ValueError: An entry of `lora`, `int8` or `nf4` is not `glob:number`, or repeats a glob. Both
-        `int8` and `nf4` have entries. Or `lora_alpha` is 0.
     """
     if config.int8 and config.nf4:
         raise ValueError(
@@ -330,3 +286,33 @@ def _numbers_by_glob(field: str, targets: Iterable[str], expected: str) -> dict[
             raise ValueError(f"config.model.{field} has {target!r}{again}, expected {expected}.")
         found[glob] = int(number)
     return found
+
+
+# -------------------------------------------------------------------------------------------------
+# Imports a function of a user that a config names, as `module:function`.
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """Imports the function `module:function` of `config.model.name`.
+
+    The current folder is searched too, but last.
+    """
+    module_name, _, function_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0]:
+            raise
+        raise ValueError(
+            f"config.model.name is {name!r}, and there is no module {error.name!r} beside the "
+            f"config, in {os.getcwd()} or in Python's path; run the command in its folder."
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(
+            f"config.model.name is {name!r}, and {module.__file__} has no function "
+            f"{function_name!r}, expected one that takes the config and returns a Task."
+        )
+    return function

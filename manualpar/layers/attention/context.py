@@ -49,16 +49,376 @@ from manualpar.layers.attention.blockwise_attention import (
     seen_pairs,
     spans,
 )
+from manualpar.layers.attention.causal_attention import AttentionKind, attention, check_attention
 from manualpar.layers.attention.chunked_attention import attend_from_half_blocks
-from manualpar.layers.attention.kinds import AttentionKind, attention, check_attention
 from manualpar.layers.attention.splash_attention import (
     attend_part,
     attend_part_backward,
     fits_parts,
 )
 from manualpar.layers.boundaries import bound_axes, has_lost_types, platform_traced_for
-from manualpar.layers.field_groups import FieldGroup, flat_field, refuse_unknown
+from manualpar.layers.model_fields import FieldGroup, flat_field, refuse_unknown
 from manualpar.layers.ring import shift
+
+# How attention combines queries with the keys of other devices.
+ContextAttention = Literal["auto", "ring", "ulysses", "gather"]
+CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
+
+
+def _in_scope(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(context: "Context", *args: Any, **kwargs: Any) -> Any:
+        with context.scope():
+            return method(context, *args, **kwargs)
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Context(FieldGroup):
+    """How sequences are sharded along a mesh axis, and attention across it.
+
+    Attributes:
+      axis: The mesh axis; `None` for none. If the mesh lacks the axis, sequences are not split.
+      how: The communication of attention: `"ring"` sends keys and values around a ring while each
+        device computes, `"ulysses"` gives each device all positions of some heads, `"gather"`
+        gives it all keys and values, and `"auto"` takes `"ulysses"` on GPUs if the devices divide
+        the heads, because GPUs have a kernel for complete sequences, and `"ring"` otherwise. With
+        `"ring"` memory does not grow with the length of the sequence. `"ulysses"` is by Jacobs et
+        al., https://arxiv.org/abs/2309.14509.
+    """
+
+    axis: str | None = flat_field(None, "context_axis")
+    how: ContextAttention = flat_field("auto", "context_attention")
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self, "how", CONTEXT_ATTENTIONS)
+
+    @property
+    def size(self) -> int:
+        """The number of devices along the axis, `C`; 1 if the axis is not bound."""
+        axes = bound_axes("Context", self.axis)
+        return jax.lax.axis_size(axes) if axes else 1
+
+    def on_platform(
+        self, platform: str | None, devices: int, num_heads: int, num_groups: int
+    ) -> "Context":
+        """Returns the context with the communication that `"auto"` stands for.
+
+        Args:
+          platform: JAX's name of the platform, such as `"gpu"`.
+          devices: The number of devices along the axis.
+          num_heads: A device's query heads before they are exchanged, `N`.
+          num_groups: Likewise of key heads, `K`.
+        """
+        if self.how != "auto":
+            return self
+        is_divided = _divides_heads(devices, num_heads, num_groups)
+        how: ContextAttention = "ulysses" if platform == "gpu" and is_divided else "ring"
+        return dataclasses.replace(self, how=how)
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the named scope of context parallelism, if the axis is bound.
+
+        Checks trust the code in this scope, because its author handles the axis.
+        """
+        if self.axis is not None and is_axis_bound(self.axis):
+            return jax.named_scope(CONTEXT_SCOPE)
+        return contextlib.nullcontext()
+
+    def check_split(self, x: jax.Array) -> None:
+        """Refuses a sequence that is not split over the axis, if the axis is bound.
+
+        Call it at the beginning of a model, because `nn.scan` may trace the loop over layers
+        without the varying axes of types.
+
+        Args:
+          x: This device's part of sequences, `[B, S/axis, ...]`.
+
+        Raises:
+          ValueError: By its type, `x` is the same on all devices along the axis; or a device has an
+            odd number of positions.
+        """
+        if self.size == 1:
+            return
+        axes = (str(self.axis),)
+        if not varying_axes(x) & set(axes) and not has_lost_types(x, axes):
+            raise ValueError(
+                f"Context: x of shape {x.shape} is the same on all devices along {self.axis!r} by "
+                "its type, expected this device's part of a sequence. Build the program with "
+                f"context_axis={self.axis!r}, or split dim 1 of the batch over the axis."
+            )
+        self._check_length("check_split", x.shape[1])
+
+    @_in_scope
+    def positions(self, length: int) -> jax.Array:
+        """Returns the positions that this device has in the sequence.
+
+        Args:
+          length: The number of this device's positions, `S`. It must be an even number if the axis
+            has several devices.
+
+        Returns:
+          `int32[S]`, ascending.
+
+        Raises:
+          ValueError: `length` is odd.
+
+        Communication:
+          None.
+        """
+        if self.size == 1:
+            return jnp.arange(length, dtype=jnp.int32)
+        self._check_length("positions", length)
+        return zigzag_positions(jax.lax.axis_index(self.axis), length, self.size)
+
+    @_in_scope
+    def cumsum(self, x: jax.Array) -> jax.Array:
+        """Sums, for each position, the entries up to this position in the full sequence.
+
+        Args:
+          x: `[B, S/axis, ...]`, numbers or booleans.
+
+        Returns:
+          The inclusive sums along dim 1, of the shape of `x`.
+
+        Raises:
+          ValueError: A device has an odd number of positions.
+
+        Communication:
+          One all-gather of two sums for each column of `x`.
+        """
+        if self.size == 1:
+            return self._sum_up_global(x)
+        self._check_length("cumsum", x.shape[1])
+        halves = jnp.stack(jnp.split(x, 2, axis=1))
+        of_devices = self._gather(halves.sum(2))  # [C, 2, B, ...]
+        # The sums before each half-block, in the order of the sequence; 0 before the first.
+        sums = jnp.concatenate([of_devices[:, 0], of_devices[::-1, 1]])
+        before = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]]), axis=0)
+        low = jax.lax.axis_index(self.axis)
+        before_halves = jnp.stack([before[low], before[2 * self.size - 1 - low]])
+        first, second = jnp.cumsum(halves, axis=2) + before_halves[:, :, None]
+        return jnp.concatenate([first, second], axis=1)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sums `x` over the devices along the axis.
+
+        Args:
+          x: This device's part of the sum, such as the sum over its positions.
+
+        Returns:
+          The sum, the same on all devices along the axis.
+
+        Communication:
+          One all-reduce of `x`; backward none.
+        """
+        if self.size == 1:
+            return x
+        with jax.named_scope(CONTEXT_SCOPE):
+            return jax.lax.psum(x, self.axis)
+
+    @_in_scope
+    def attention(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None = None,
+        *,
+        kind: AttentionKind = "",
+        window: int | None = None,
+        soft_cap: float | None = None,
+        chunk: int | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends causally within documents.
+
+        Args:
+          query: `[B, S/axis, N, H]`.
+          key: `[B, S/axis, K, H]`. `K` divides `N`, and groups of query heads share a key head.
+          value: `[B, S/axis, K, H]`, of the dtype of `key`.
+          documents: `int32[B, S/axis]`, the document number of each position. A query sees only
+            keys with the query's number. `None` if each sequence is one document.
+          kind: The implementation, see `manualpar.layers.attention.attention`. `"ring"` and
+            `"gather"` compute in blocks; on TPUs JAX's kernel computes the blocks of a ring if the
+            kernel supports these blocks.
+          window: How many positions a query sees, including the query's position; `None` for all.
+          soft_cap: Bounds scores; `None` for none. This argument and the next two are those of
+            `manualpar.layers.attention.attention`.
+          chunk: The length of the chunks; `None` for none.
+          sinks: `float32[N]`, the sinks; `None` for none.
+
+        Returns:
+          `[B, S/axis, N, H]`.
+
+        Raises:
+          ValueError: A device has an odd number of positions, or the number of devices does not
+            divide the number of heads.
+
+        Communication:
+          `n = B S K H` is the number of elements of a device's keys. `"ring"`: see
+          `ring_attention`. `"gather"`: an all-gather of keys and an all-gather of values, in each
+          of which a device sends `(C - 1) n` elements, and two reduce-scatters backward.
+          `"ulysses"`: four all-to-alls forward (queries, keys, values and the result) and four
+          backward. In each a device sends `(C - 1) / C` of the elements of its array. If there are
+          fewer key heads than devices, a device sends a key head several times. Documents cost an
+          all-gather of `int32[B, S]`.
+
+        Gradient:
+          Written by hand for `"ring"`, see `ring_attention`.
+        """
+        scoring = Scoring(window, soft_cap, chunk)
+        attend = functools.partial(attention, kind=kind, **scoring._asdict())
+        if self.size == 1:
+            return self._attend_to_global(attend, query, key, value, documents, sinks)
+        self._check_length("attention", query.shape[1])
+        check_attention(query, key, value, documents, scoring)
+        heads = query.shape[2], key.shape[2]
+        how = self.on_platform(platform_traced_for(), self.size, *heads).how
+        if how == "ulysses":
+            return self._exchange_heads(attend, query, key, value, documents, sinks)
+        if kind not in ("", "blockwise"):
+            raise ValueError(
+                f"Context: kind (a model's field attention) is {kind!r}, expected '' or "
+                f"'blockwise' with how={how!r}, because 'ring' and 'gather' always compute in "
+                "blocks; or choose how='ulysses'."
+            )
+        if how == "gather":
+            return self._gather_keys(query, key, value, documents, scoring, sinks)
+        of_all = None if documents is None else self._gather(documents)
+        by_kernel = not kind and fits_parts(query, key, query.shape[1] // 2, scoring)
+        by: Any = {"by_kernel": by_kernel and sinks is None, "sinks": sinks}
+        return ring_attention(query, key, value, of_all, str(self.axis), scoring, **by)
+
+    def _sum_up_global(self, x: jax.Array) -> jax.Array:
+        """Computes a cumulative sum along dim 1 of an array that its type may shard there."""
+        spec = jax.typeof(x).sharding.spec
+        if spec[1] is None:
+            return jnp.cumsum(x, axis=1)
+        x = jax.sharding.reshard(x, PartitionSpec(spec[0], None, *spec[2:]))
+        return jax.sharding.reshard(jnp.cumsum(x, axis=1), spec)
+
+    def _attend_to_global(
+        self,
+        attend: Callable[..., jax.Array],
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        """Attends on arrays with full sequences.
+
+        In modes `auto` and `explicit` these sequences may be sharded along the axis, and no kind of
+        attention runs on sharded sequences: cuDNN's kernel refuses them, and in mode `explicit` the
+        axis would be merged with the examples' axes. So each device along the axis computes some of
+        the heads, or all heads if the axis does not divide the number of key heads.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        axis = self.axis
+        if axis not in {*mesh.auto_axes, *mesh.explicit_axes} or mesh.shape[axis] == 1:
+            return attend(query, key, value, documents, sinks=sinks)
+        free: Any = PartitionSpec.UNCONSTRAINED
+        constrain: Any = jax.lax.with_sharding_constraint
+        by_positions = PartitionSpec(free, axis, free, free)
+        if axis in mesh.explicit_axes:
+            constrain = jax.sharding.reshard
+            by_positions = jax.typeof(query).sharding.spec
+        examples = by_positions[0]
+        heads = None if key.shape[2] % mesh.shape[axis] else axis
+        by_heads = PartitionSpec(examples, None, heads, None)
+        query, key, value = (constrain(x, by_heads) for x in (query, key, value))
+        if documents is not None:
+            documents = constrain(documents, PartitionSpec(examples, None))
+        if sinks is not None:
+            sinks = constrain(sinks, PartitionSpec(heads))
+        return constrain(attend(query, key, value, documents, sinks=sinks), by_positions)
+
+    def _exchange_heads(
+        self,
+        attend: Callable[..., jax.Array],
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        size, num_heads, num_groups = self.size, query.shape[2], key.shape[2]
+        repeats = max(1, size // num_groups)
+        if not _divides_heads(size, num_heads, num_groups):
+            raise ValueError(
+                f"Context: {num_heads} query heads and {num_groups} key heads do not divide over "
+                f"the {size} devices along {self.axis!r}; expected multiples of {size}, or for key "
+                f"heads a divisor of {size}. Choose other numbers of heads, or how='ring'."
+            )
+        key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+        query, key, value = (
+            _reordered(self._exchange(x, 2, 1), np.argsort(self._half_blocks()))
+            for x in (query, key, value)
+        )
+        if sinks is not None:
+            start, count = jax.lax.axis_index(self.axis) * query.shape[2], query.shape[2]
+            sinks = jax.lax.dynamic_slice_in_dim(sinks, start, count)
+        out = attend(query, key, value, self._gather_in_order(documents), sinks=sinks)
+        return self._exchange(_reordered(out, self._half_blocks()), 1, 2)
+
+    def _gather_keys(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None,
+        scoring: Scoring,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        key, value, of_keys = map(self._gather_in_order, (key, value, documents))
+        positions, axis = self.positions(query.shape[1]), str(self.axis)
+        return attend_from_half_blocks(
+            query, key, value, positions, (documents, of_keys), axis, scoring, sinks
+        )
+
+    def _gather_in_order(self, x: Any) -> Any:
+        """Gathers full sequences `[B, C S, ...]`, with positions in order; keeps `None`."""
+        if x is None:
+            return None
+        whole = jnp.concatenate(self._gather(x), axis=1)
+        return _reordered(whole, np.argsort(self._half_blocks()))
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        """Gathers `x` from all devices, `[C, ...]`."""
+        with jax.named_scope(CONTEXT_SCOPE):
+            return jax.lax.all_gather(x, self.axis)
+
+    def _exchange(self, x: jax.Array, split_dim: int, concat_dim: int) -> jax.Array:
+        with jax.named_scope(CONTEXT_SCOPE):
+            return jax.lax.all_to_all(x, self.axis, split_dim, concat_dim, tiled=True)
+
+    def _half_blocks(self) -> np.ndarray:
+        """Returns the numbers of the half-blocks, `[2 C]`: two for each device, in their order."""
+        devices = np.arange(self.size)
+        return np.stack([devices, 2 * self.size - 1 - devices], axis=1).ravel()
+
+    def _check_length(self, function: str, length: int) -> None:
+        if length % 2:
+            raise ValueError(
+                f"Context.{function}: a device has {length} positions, expected an even number, "
+                f"because it holds two half-blocks of the sequence. Make the sequence a multiple "
+                f"of {2 * self.size}, two times the devices along {self.axis!r}."
+            )
+
+
+def _divides_heads(devices: int, num_heads: int, num_groups: int) -> bool:
+    """Returns whether each device can attend with equally many heads; key heads may be repeated."""
+    repeats = max(1, devices // num_groups)
+    return num_heads % devices == 0 and num_groups * repeats % devices == 0
+
+
+def _reordered(x: jax.Array, blocks: np.ndarray) -> jax.Array:
+    """Puts the half-blocks of a sequence into another order."""
+    halves = x.reshape(x.shape[0], len(blocks), -1, *x.shape[2:])
+    return halves[:, blocks].reshape(x.shape)
+
 
 # -------------------------------------------------------------------------------------------------
 # Causal attention over a sequence that is split over devices: keys and values go around a ring.
@@ -112,7 +472,7 @@ def ring_attention(
       axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
       scoring: Which keys a query sees, and the cap of scores. Keys that no query sees are sent too.
       by_kernel: Whether JAX's kernel for TPUs computes the half-blocks, see `splash_ring`.
-      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
+      sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -344,365 +704,3 @@ def _join(early: jax.Array, late: jax.Array) -> jax.Array:
 
 def _pick(condition: jax.Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(functools.partial(jnp.where, condition), yes, no)
-
-
-# -------------------------------------------------------------------------------------------------
-
-
-# How attention combines queries with the keys of other devices.
-ContextAttention = Literal["auto", "ring", "ulysses", "gather"]
-CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
-
-
-def _in_scope(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(context: "Context", *args: Any, **kwargs: Any) -> Any:
-        with context.scope():
-            return method(context, *args, **kwargs)
-
-    return call
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Context(FieldGroup):
-    """How sequences are sharded along a mesh axis, and attention across it.
-
-    Attributes:
-      axis: The mesh axis; `None` for none. If the mesh lacks the axis, sequences are not split.
-      how: The communication of attention: `"ring"` sends keys and values around a ring while each
-        device computes, `"ulysses"` gives each device all positions of some heads, `"gather"`
-        gives it all keys and values, and `"auto"` takes `"ulysses"` on GPUs if the devices divide
-        the heads, because GPUs have a kernel for complete sequences, and `"ring"` otherwise. With
-        `"ring"` memory does not grow with the length of the sequence. `"ulysses"` is by Jacobs et
-        al., https://arxiv.org/abs/2309.14509.
-    """
-
-    axis: str | None = flat_field(None, "context_axis")
-    how: ContextAttention = flat_field("auto", "context_attention")
-
-    def __post_init__(self) -> None:
-        refuse_unknown(self, "how", CONTEXT_ATTENTIONS)
-
-    @property
-    def size(self) -> int:
-        """The number of devices along the axis, `C`; 1 if the axis is not bound."""
-        axes = bound_axes("Context", self.axis)
-        return jax.lax.axis_size(axes) if axes else 1
-
-    def on_platform(
-        self, platform: str | None, devices: int, num_heads: int, num_groups: int
-    ) -> "Context":
-        """Returns the context with the communication that `"auto"` stands for.
-
-        Args:
-          platform: JAX's name of the platform, such as `"gpu"`.
-          devices: The number of devices along the axis.
-          num_heads: A device's query heads before they are exchanged, `N`.
-          num_groups: Likewise of key heads, `K`.
-        """
-        if self.how != "auto":
-            return self
-        is_divided = _divides_heads(devices, num_heads, num_groups)
-        how: ContextAttention = "ulysses" if platform == "gpu" and is_divided else "ring"
-        return dataclasses.replace(self, how=how)
-
-    def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the named scope of context parallelism, if the axis is bound.
-
-        Checks trust the code in this scope, because its author handles the axis.
-        """
-        if self.axis is not None and is_axis_bound(self.axis):
-            return jax.named_scope(CONTEXT_SCOPE)
-        return contextlib.nullcontext()
-
-    def check_split(self, x: jax.Array) -> None:
-        """Refuses a sequence that is not split over the axis, if the axis is bound.
-
-        Call it at the beginning of a model, because `nn.scan` may trace the loop over layers
-        without the varying axes of types.
-
-        Args:
-          x: This device's part of sequences, `[B, S/axis, ...]`.
-
-        Raises:
-          ValueError: By its type, `x` is the same on all devices along the axis; or a device has an
-            odd number of positions.
-        """
-        if self.size == 1:
-            return
-        axes = (str(self.axis),)
-        if not varying_axes(x) & set(axes) and not has_lost_types(x, axes):
-            raise ValueError(
-                f"Context: x of shape {x.shape} is the same on all devices along {self.axis!r} by "
-                "its type, expected this device's part of a sequence. Build the program with "
-                f"context_axis={self.axis!r}, or split dim 1 of the batch over the axis."
-            )
-        self._check_length("check_split", x.shape[1])
-
-    @_in_scope
-    def positions(self, length: int) -> jax.Array:
-        """Returns the positions that this device has in the sequence.
-
-        Args:
-          length: The number of this device's positions, `S`. It must be an even number if the axis
-            has several devices.
-
-        Returns:
-          `int32[S]`, ascending.
-
-        Raises:
-          ValueError: `length` is odd.
-
-        Communication:
-          None.
-        """
-        if self.size == 1:
-            return jnp.arange(length, dtype=jnp.int32)
-        self._check_length("positions", length)
-        return zigzag_positions(jax.lax.axis_index(self.axis), length, self.size)
-
-    @_in_scope
-    def cumsum(self, x: jax.Array) -> jax.Array:
-        """Sums, for each position, the entries up to this position in the full sequence.
-
-        Args:
-          x: `[B, S/axis, ...]`, numbers or booleans.
-
-        Returns:
-          The inclusive sums along dim 1, of the shape of `x`.
-
-        Raises:
-          ValueError: A device has an odd number of positions.
-
-        Communication:
-          One all-gather of two sums for each column of `x`.
-        """
-        if self.size == 1:
-            return self._sum_up_global(x)
-        self._check_length("cumsum", x.shape[1])
-        halves = jnp.stack(jnp.split(x, 2, axis=1))
-        of_devices = self._gather(halves.sum(2))  # [C, 2, B, ...]
-        # The sums before each half-block, in the order of the sequence; 0 before the first.
-        sums = jnp.concatenate([of_devices[:, 0], of_devices[::-1, 1]])
-        before = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]]), axis=0)
-        low = jax.lax.axis_index(self.axis)
-        before_halves = jnp.stack([before[low], before[2 * self.size - 1 - low]])
-        first, second = jnp.cumsum(halves, axis=2) + before_halves[:, :, None]
-        return jnp.concatenate([first, second], axis=1)
-
-    def total(self, x: jax.Array) -> jax.Array:
-        """Sums `x` over the devices along the axis.
-
-        Args:
-          x: This device's part of the sum, such as the sum over its positions.
-
-        Returns:
-          The sum, the same on all devices along the axis.
-
-        Communication:
-          One all-reduce of `x`; backward none.
-        """
-        if self.size == 1:
-            return x
-        with jax.named_scope(CONTEXT_SCOPE):
-            return jax.lax.psum(x, self.axis)
-
-    @_in_scope
-    def attention(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        documents: jax.Array | None = None,
-        *,
-        kind: AttentionKind = "",
-        window: int | None = None,
-        soft_cap: float | None = None,
-        chunk: int | None = None,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
-        """Attends causally within documents.
-
-        Args:
-          query: `[B, S/axis, N, H]`.
-          key: `[B, S/axis, K, H]`. `K` divides `N`, and groups of query heads share a key head.
-          value: `[B, S/axis, K, H]`, of the dtype of `key`.
-          documents: `int32[B, S/axis]`, the document number of each position. A query sees only
-            keys with the query's number. `None` if each sequence is one document.
-          kind: The implementation, see `manualpar.layers.attention.kinds`. `"ring"` and `"gather"`
-            compute in blocks; on TPUs JAX's kernel computes the blocks of a ring if the kernel
-            supports these blocks.
-          window: How many positions a query sees, including the query's position; `None` for all.
-          soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
-          chunk: The length of the chunks, see `manualpar.layers.attention.kinds`; `None` for none.
-          sinks: `float32[N]`, the sinks, see `manualpar.layers.attention.kinds`; `None` for none.
-
-        Returns:
-          `[B, S/axis, N, H]`.
-
-        Raises:
-          ValueError: A device has an odd number of positions, or the number of devices does not
-            divide the number of heads.
-
-        Communication:
-          `n = B S K H` is the number of elements of a device's keys. `"ring"`: see
-          `ring_attention`. `"gather"`: an all-gather of keys and an all-gather of values, in each
-          of which a device sends `(C - 1) n` elements, and two reduce-scatters backward.
-          `"ulysses"`: four all-to-alls forward (queries, keys, values and the result) and four
-          backward. In each a device sends `(C - 1) / C` of the elements of its array. If there are
-          fewer key heads than devices, a device sends a key head several times. Documents cost an
-          all-gather of `int32[B, S]`.
-
-        Gradient:
-          Written by hand for `"ring"`, see `ring_attention`.
-        """
-        scoring = Scoring(window, soft_cap, chunk)
-        attend = functools.partial(attention, kind=kind, **scoring._asdict())
-        if self.size == 1:
-            return self._attend_to_global(attend, query, key, value, documents, sinks)
-        self._check_length("attention", query.shape[1])
-        check_attention(query, key, value, documents, scoring)
-        heads = query.shape[2], key.shape[2]
-        how = self.on_platform(platform_traced_for(), self.size, *heads).how
-        if how == "ulysses":
-            return self._exchange_heads(attend, query, key, value, documents, sinks)
-        if kind not in ("", "blockwise"):
-            raise ValueError(
-                f"Context: kind (a model's field attention) is {kind!r}, expected '' or "
-                f"'blockwise' with how={how!r}, because 'ring' and 'gather' always compute in "
-                "blocks; or choose how='ulysses'."
-            )
-        if how == "gather":
-            return self._gather_keys(query, key, value, documents, scoring, sinks)
-        of_all = None if documents is None else self._gather(documents)
-        by_kernel = not kind and fits_parts(query, key, query.shape[1] // 2, scoring)
-        by: Any = {"by_kernel": by_kernel and sinks is None, "sinks": sinks}
-        return ring_attention(query, key, value, of_all, str(self.axis), scoring, **by)
-
-    def _sum_up_global(self, x: jax.Array) -> jax.Array:
-        """Computes a cumulative sum along dim 1 of an array that its type may shard there."""
-        spec = jax.typeof(x).sharding.spec
-        if spec[1] is None:
-            return jnp.cumsum(x, axis=1)
-        x = jax.sharding.reshard(x, PartitionSpec(spec[0], None, *spec[2:]))
-        return jax.sharding.reshard(jnp.cumsum(x, axis=1), spec)
-
-    def _attend_to_global(
-        self,
-        attend: Callable[..., jax.Array],
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        documents: jax.Array | None,
-        sinks: jax.Array | None,
-    ) -> jax.Array:
-        """Attends on arrays with full sequences.
-
-        In modes `auto` and `explicit` these sequences may be sharded along the axis, and no kind of
-        attention runs on sharded sequences: cuDNN's kernel refuses them, and in mode `explicit` the
-        axis would be merged with the examples' axes. So each device along the axis computes some of
-        the heads, or all heads if the axis does not divide the number of key heads.
-        """
-        mesh = jax.sharding.get_abstract_mesh()
-        axis = self.axis
-        if axis not in {*mesh.auto_axes, *mesh.explicit_axes} or mesh.shape[axis] == 1:
-            return attend(query, key, value, documents, sinks=sinks)
-        free: Any = PartitionSpec.UNCONSTRAINED
-        constrain: Any = jax.lax.with_sharding_constraint
-        by_positions = PartitionSpec(free, axis, free, free)
-        if axis in mesh.explicit_axes:
-            constrain = jax.sharding.reshard
-            by_positions = jax.typeof(query).sharding.spec
-        examples = by_positions[0]
-        heads = None if key.shape[2] % mesh.shape[axis] else axis
-        by_heads = PartitionSpec(examples, None, heads, None)
-        query, key, value = (constrain(x, by_heads) for x in (query, key, value))
-        if documents is not None:
-            documents = constrain(documents, PartitionSpec(examples, None))
-        if sinks is not None:
-            sinks = constrain(sinks, PartitionSpec(heads))
-        return constrain(attend(query, key, value, documents, sinks=sinks), by_positions)
-
-    def _exchange_heads(
-        self,
-        attend: Callable[..., jax.Array],
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        documents: jax.Array | None,
-        sinks: jax.Array | None,
-    ) -> jax.Array:
-        size, num_heads, num_groups = self.size, query.shape[2], key.shape[2]
-        repeats = max(1, size // num_groups)
-        if not _divides_heads(size, num_heads, num_groups):
-            raise ValueError(
-                f"Context: {num_heads} query heads and {num_groups} key heads do not divide over "
-                f"the {size} devices along {self.axis!r}; expected multiples of {size}, or for key "
-                f"heads a divisor of {size}. Choose other numbers of heads, or how='ring'."
-            )
-        key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-        query, key, value = (
-            _reordered(self._exchange(x, 2, 1), np.argsort(self._half_blocks()))
-            for x in (query, key, value)
-        )
-        if sinks is not None:
-            start, count = jax.lax.axis_index(self.axis) * query.shape[2], query.shape[2]
-            sinks = jax.lax.dynamic_slice_in_dim(sinks, start, count)
-        out = attend(query, key, value, self._gather_in_order(documents), sinks=sinks)
-        return self._exchange(_reordered(out, self._half_blocks()), 1, 2)
-
-    def _gather_keys(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        documents: jax.Array | None,
-        scoring: Scoring,
-        sinks: jax.Array | None,
-    ) -> jax.Array:
-        key, value, of_keys = map(self._gather_in_order, (key, value, documents))
-        positions, axis = self.positions(query.shape[1]), str(self.axis)
-        return attend_from_half_blocks(
-            query, key, value, positions, (documents, of_keys), axis, scoring, sinks
-        )
-
-    def _gather_in_order(self, x: Any) -> Any:
-        """Gathers full sequences `[B, C S, ...]`, with positions in order; keeps `None`."""
-        if x is None:
-            return None
-        whole = jnp.concatenate(self._gather(x), axis=1)
-        return _reordered(whole, np.argsort(self._half_blocks()))
-
-    def _gather(self, x: jax.Array) -> jax.Array:
-        """Gathers `x` from all devices, `[C, ...]`."""
-        with jax.named_scope(CONTEXT_SCOPE):
-            return jax.lax.all_gather(x, self.axis)
-
-    def _exchange(self, x: jax.Array, split_dim: int, concat_dim: int) -> jax.Array:
-        with jax.named_scope(CONTEXT_SCOPE):
-            return jax.lax.all_to_all(x, self.axis, split_dim, concat_dim, tiled=True)
-
-    def _half_blocks(self) -> np.ndarray:
-        """Returns the numbers of the half-blocks, `[2 C]`: two for each device, in their order."""
-        devices = np.arange(self.size)
-        return np.stack([devices, 2 * self.size - 1 - devices], axis=1).ravel()
-
-    def _check_length(self, function: str, length: int) -> None:
-        if length % 2:
-            raise ValueError(
-                f"Context.{function}: a device has {length} positions, expected an even number, "
-                f"because it holds two half-blocks of the sequence. Make the sequence a multiple "
-                f"of {2 * self.size}, two times the devices along {self.axis!r}."
-            )
-
-
-def _divides_heads(devices: int, num_heads: int, num_groups: int) -> bool:
-    """Returns whether each device can attend with equally many heads; key heads may be repeated."""
-    repeats = max(1, devices // num_groups)
-    return num_heads % devices == 0 and num_groups * repeats % devices == 0
-
-
-def _reordered(x: jax.Array, blocks: np.ndarray) -> jax.Array:
-    """Puts the half-blocks of a sequence into another order."""
-    halves = x.reshape(x.shape[0], len(blocks), -1, *x.shape[2:])
-    return halves[:, blocks].reshape(x.shape)

@@ -59,6 +59,291 @@ from manualpar.models.generation.drawing import (
 )
 from manualpar.strategies import FSDP
 
+
+class Rows(NamedTuple):
+    """The state of the rows between two tokens.
+
+    Attributes:
+      cache: The keys and values of all tokens except the latest, `[layers, B, C, K, H]` (`C`
+        positions, `K` heads, `H` features of a head). For layers that are not in a scan, the first
+        dim is missing.
+      token: `int32[B]`, the latest token.
+      position: `int32[B]`, the position of `token`.
+      start: `int32[B]`, the first position of the document that contains the token before `token`.
+      keys: `key[B]`, the random key for each row's draws.
+      history: The tokens before `token`, if the settings have penalties.
+    """
+
+    cache: Any
+    token: jax.Array
+    position: jax.Array
+    start: jax.Array
+    keys: jax.Array
+    history: History | None = None
+
+
+class Drawn(NamedTuple):
+    """The new tokens of all rows, the same on all devices.
+
+    Attributes:
+      token: `int32[B]`.
+      log_probability: `float32[B]`, the token's log-probability in nats, at temperature 1 and
+        without `top_k` and `top_p`.
+    """
+
+    token: jax.Array
+    log_probability: jax.Array
+
+
+class Scores(NamedTuple):
+    """The scores of the marked tokens of each sequence, the same on all devices.
+
+    Attributes:
+      log_likelihood: `float32[B]`, the sum of the tokens' log-probabilities, in nats.
+      is_greedy: `bool[B]`, whether every marked token is the likeliest token at its position.
+    """
+
+    log_likelihood: jax.Array
+    is_greedy: jax.Array
+
+
+class CachedSteps:
+    """The compiled steps of generation and scoring for a program's model.
+
+    Attributes:
+      program: The program that generates.
+      model: The program's `Transformer` without options that concern only training or a context
+        axis.
+      row_devices: The number of devices over which rows are sharded.
+      prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
+        drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
+        `key[B]`; `size` is the number of positions in the cache, for the prompt and the answer.
+        `rows` is a `Rows`, and `drawn` is a `Drawn`.
+      decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; `rows` is donated.
+      score: `score(params, collections, inputs, labels, marked) -> Scores`. `inputs` and `labels`
+        are `int32[B, S]`; `marked` is `bool[B, S]`, the tokens of `labels` to score.
+    """
+
+    def __init__(self, program: Program) -> None:
+        """Prepares the steps for the program of a `Transformer`; compiles nothing yet.
+
+        If the program cannot generate, another one does, see `Adopter`.
+        """
+        self._adopter = Adopter(program)
+        program = self._adopter.program
+        interface = program.model.interface
+        _check(interface.module)
+        self.program, self.model = program, _for_generation(interface.module)
+        self._interface = dataclasses.replace(interface, module=self.model, phase="eval")
+        axes = program.roles.data_axes
+        self._rows, self._data_axes = PartitionSpec(axes), axes
+        self.row_devices = 1
+        for axis in axes:
+            self.row_devices *= program.mesh.shape[axis]
+        split = self.model.split.axis
+        self._split_axes = (split,) if split and split in program.mesh.shape else ()
+        self.prefill = self._jit(self._prefill, static_argnames="size")
+        self.decode = self._jit(self._decode, donate_argnames="rows")
+        self.score = self._jit(self._score)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Returns a state of the program as a state for these steps, see `Adopter.adopt`."""
+        return self._adopter.adopt(state)
+
+    def _jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        jitted = jax.jit(function, **options)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with no_mesh():
+                return jitted(*args, **kwargs)
+
+        call.jitted = jitted  # type: ignore[attr-defined]
+        return call
+
+    def _prefill(
+        self,
+        params: Any,
+        collections: Any,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        keys: jax.Array,
+        drawing: Drawing,
+        *,
+        size: int,
+    ) -> tuple[Rows, Any]:
+        def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
+            tokens, lengths, keys = args
+            logits, cache = self._apply(params, collections, tokens, Prompts(lengths, size))
+            places = jnp.arange(tokens.shape[1])[None]
+            begins = (tokens == self.model.bos_token) & (places < lengths[:, None])
+            start = jnp.max(jnp.where(begins, places, 0), axis=1)
+            history = None
+            if drawing.penalties is not None:
+                history = history_of(tokens, lengths, self.model.vocab_size)
+            drawn = self._choose(logits, history, keys, lengths, drawing)
+            return Rows(cache, drawn.token, lengths, start, keys, history), self._gather_rows(drawn)
+
+        run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens))
+        rows, drawn = run(params, collections, drawing, tokens, lengths, keys)
+        return rows, drawn
+
+    def _decode(
+        self,
+        params: Any,
+        collections: Any,
+        rows: Rows,
+        drawing: Drawing,
+    ) -> tuple[Rows, Any]:
+        specs = jax.tree_util.tree_map_with_path(self._cache_spec, rows.cache)
+
+        def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
+            rows: Rows = args[0]
+            position = rows.position
+            start = jnp.where(rows.token == self.model.bos_token, position, rows.start)
+            collections = {**collections, CACHE: rows.cache}
+            past = Past(position, start)
+            logits, new = self._apply(params, collections, rows.token[:, None], past)
+            cache = append(rows.cache, new, position)
+            history = None if rows.history is None else note(rows.history, rows.token)
+            after = position + 1
+            drawn = self._choose(logits, history, rows.keys, after, drawing)
+            new_rows = Rows(cache, drawn.token, after, start, rows.keys, history)
+            return new_rows, self._gather_rows(drawn)
+
+        run = self._on_mesh(on_device, (self._rows_specs(specs),), specs)
+        rows, drawn = run(params, collections, drawing, rows)
+        return rows, drawn
+
+    def _score(
+        self,
+        params: Any,
+        collections: Any,
+        inputs: jax.Array,
+        labels: jax.Array,
+        marked: jax.Array,
+    ) -> Scores:
+        def on_device(params: Any, collections: Any, *batch: jax.Array) -> Scores:
+            inputs, labels, marked = batch
+            variables = {"params": self._boxes(params), **collections}
+            with self.program.step.mode.context():
+                losses, is_best = self._interface.apply(
+                    variables, inputs, train=False, labels=labels
+                )
+            total = -jnp.where(marked, losses, 0).sum(axis=1)
+            scores: Scores = self._gather_rows(Scores(total, jnp.all(is_best | ~marked, axis=1)))
+            return scores
+
+        whole, mode = PartitionSpec(), self.program.step.mode
+        in_specs = (param_specs(self.program.placements), whole, *(self._rows,) * 3)
+        run = mode.run(on_device, in_specs=in_specs, out_specs=whole)
+        scores: Scores = run(params, collections, inputs, labels, marked)
+        return scores
+
+    def _on_mesh(self, on_device: Callable[..., Any], own: Any, cache: Any) -> Callable[..., Any]:
+        """Makes a function of global arrays, (params, collections, drawing, *own), from a step.
+
+        `own` has the specs of the step's other arguments, and `cache` the specs of the cache.
+        """
+        whole, step = PartitionSpec(), self.program.step
+        return step.mode.run(
+            on_device,
+            in_specs=(param_specs(step.placements), whole, whole, *own),
+            out_specs=(self._rows_specs(cache), whole),
+        )
+
+    def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
+        """Computes the logits after each row's last token, and the keys and values for the cache.
+
+        The logits, `float32[B, V]`, are the same on all devices along the model axis. If the
+        vocabulary is sharded over this axis, they are gathered.
+        """
+        variables = {"params": self._boxes(params), **collections}
+        with self.program.step.mode.context():
+            logits, new = self._interface.apply(
+                variables, tokens, train=False, rows=rows, mutable=[NEW_KEYS]
+            )
+        if self._split_axes:
+            logits = gather_invariant(logits, 1, self._split_axes, scope=TENSOR_SCOPE)
+        return logits[:, : self.model.vocab_size], new[NEW_KEYS]
+
+    def _boxes(self, params: Any) -> Any:
+        def box(place: Route, x: jax.Array) -> Any:
+            boxed = self.program.step.mode.box(place, x)
+            return boxed.unbox() if place.keep and is_box(boxed) else boxed
+
+        return map_in_scopes(box, self.program.placements, params)
+
+    def _choose(
+        self,
+        logits: jax.Array,
+        history: History | None,
+        keys: jax.Array,
+        position: jax.Array,
+        drawing: Drawing,
+    ) -> Drawn:
+        """Draws each row's next token."""
+        likelihood, changed = jax.nn.log_softmax(logits), logits
+        if history is not None and drawing.penalties is not None:
+            changed = penalize(changed, history, drawing.penalties)
+        token = draw_tokens(changed, keys, position, drawing)
+        of_token = jnp.take_along_axis(likelihood, token[:, None], axis=1)
+        return Drawn(token, of_token[:, 0])
+
+    def _gather_rows(self, rows: Any) -> Any:
+        """Gathers the rows of all devices over the data axes."""
+        gather = functools.partial(gather_invariant, scope=EXAMPLES_SCOPE)
+        return jax.tree.map(lambda x: gather(x, 0, self._data_axes), rows)
+
+    def _rows_specs(self, cache: Any) -> Any:
+        specs: Any = (self._rows,) * 5
+        return Rows(cache, *specs)
+
+    def _cache_spec(self, path: Any, x: Any) -> PartitionSpec:
+        is_shared = path[-1].key == LATENT  # All heads share it, so no axis splits it.
+        heads = self._split_axes[0] if self._split_axes and not is_shared else None
+        return PartitionSpec(*(None,) * (x.ndim - 4), self._data_axes, None, heads, None)
+
+    def _cache_specs(self, tokens: jax.Array) -> Any:
+        """Returns a tree like the cache, with a `PartitionSpec` at each leaf."""
+
+        def keep(params: Any) -> Any:
+            state = self.program.unpadded_state
+            variables = {"params": params, **state.collections}
+            rows = Prompts(jnp.ones(tokens.shape[:1], jnp.int32), tokens.shape[1])
+            call = functools.partial(self._interface.apply, train=False, mutable=[NEW_KEYS])
+            return call(variables, tokens, rows=rows)[1][NEW_KEYS]
+
+        cache = jax.eval_shape(keep, self.program.unpadded_state.params)
+        return jax.tree_util.tree_map_with_path(self._cache_spec, cache)
+
+    def put_rows(self, x: Any) -> jax.Array:
+        """Shards rows `[B, ...]` over the devices; all processes must pass the same rows."""
+        sharding = NamedSharding(self.program.mesh, self._rows)
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
+def _for_generation(model: Transformer) -> Transformer:
+    """Sets fields that concern only training or a context axis to values without effect."""
+    return model.clone(
+        split=Split(model.split.axis),
+        context=dataclasses.replace(model.context, axis=None),
+        experts=dataclasses.replace(model.experts, capacity_factor=0.0),
+        remat="none",
+        dropout_rate=0.0,
+    )
+
+
+def _check(module: Any) -> None:
+    """Refuses a model that these steps do not support."""
+    if not isinstance(module, Transformer):
+        raise TypeError(
+            f"generate: the model is a {type(module).__name__}, expected a Transformer, because "
+            "other models store no keys and values. For other causal models use "
+            "manualpar.models.generation.drawing.sample_tokens, which needs no cache."
+        )
+
+
 # -------------------------------------------------------------------------------------------------
 # Programs that can generate, for programs that cannot.
 #
@@ -143,296 +428,3 @@ def _generating(program: Program, model: Transformer) -> Program:
         axis_name=(data, expert) if expert else (data,),
         pad=True,
     )
-
-
-# -------------------------------------------------------------------------------------------------
-
-
-class Rows(NamedTuple):
-    """The state of the rows between two tokens.
-
-    Attributes:
-      cache: The keys and values of all tokens except the latest, `[layers, B, C, K, H]` (`C`
-        positions, `K` heads, `H` features of a head). For layers that are not in a scan, the first
-        dim is missing.
-      token: `int32[B]`, the latest token.
-      position: `int32[B]`, the position of `token`.
-      start: `int32[B]`, the first position of the document that contains the token before `token`.
-      keys: `key[B]`, the random key for each row's draws.
-      history: The tokens before `token`, if the settings have penalties.
-    """
-
-    cache: Any
-    token: jax.Array
-    position: jax.Array
-    start: jax.Array
-    keys: jax.Array
-    history: History | None = None
-
-
-class Drawn(NamedTuple):
-    """The new tokens of all rows, the same on all devices.
-
-    Attributes:
-      token: `int32[B]`.
-      log_probability: `float32[B]`, the token's log-probability in nats, at temperature 1 and
-        without `top_k` and `top_p`.
-    """
-
-    token: jax.Array
-    log_probability: jax.Array
-
-
-class Scores(NamedTuple):
-    """The scores of the marked tokens of each sequence, the same on all devices.
-
-    Attributes:
-      log_likelihood: `float32[B]`, the sum of the tokens' log-probabilities, in nats.
-      is_greedy: `bool[B]`, whether every marked token is the likeliest token at its position.
-    """
-
-    log_likelihood: jax.Array
-    is_greedy: jax.Array
-
-
-class CachedSteps:
-    """The compiled steps of generation and scoring for a program's model.
-
-    Attributes:
-      program: The program that generates.
-      model: The program's `Transformer` without options that concern only training or a context
-        axis.
-      vocab_size: The number of tokens from which the steps draw.
-      row_devices: The number of devices over which rows are sharded.
-      prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
-        drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
-        `key[B]`; `size` is the number of positions in the cache, for the prompt and the answer.
-        `rows` is a `Rows`, and `drawn` is a `Drawn`. `spare` is that of `Prompts`.
-      decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; `rows` is donated.
-      score: `score(params, collections, inputs, labels, marked) -> Scores`. `inputs` and `labels`
-        are `int32[B, S]`; `marked` is `bool[B, S]`, the tokens of `labels` to score.
-    """
-
-    def __init__(self, program: Program) -> None:
-        """Prepares the steps for the program of a `Transformer`; compiles nothing yet.
-
-        If the program cannot generate, another one does, see `Adopter`.
-
-        Raises:
-          TypeError: The model is not a `Transformer`.
-        """
-        self._adopter = Adopter(program)
-        program = self._adopter.program
-        interface = program.model.interface
-        _check(interface.module)
-        self.program, self.model = program, _for_generation(interface.module)
-        self.vocab_size = self.model.vocab_size
-        self._interface = dataclasses.replace(interface, module=self.model, phase="eval")
-        axes = program.roles.data_axes
-        self._rows, self._data_axes = PartitionSpec(axes), axes
-        self.row_devices = 1
-        for axis in axes:
-            self.row_devices *= program.mesh.shape[axis]
-        split = self.model.split.axis
-        self._split_axes = (split,) if split and split in program.mesh.shape else ()
-        self.prefill = self._jit(self._prefill, static_argnames=("size", "spare"))
-        self.decode = self._jit(self._decode, donate_argnames="rows")
-        self.score = self._jit(self._score)
-
-    def adopt(self, state: TrainState) -> TrainState:
-        """Returns a state of the program as a state for these steps, see `Adopter.adopt`."""
-        return self._adopter.adopt(state)
-
-    def _jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        jitted = jax.jit(function, **options)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with no_mesh():
-                return jitted(*args, **kwargs)
-
-        call.jitted = jitted  # type: ignore[attr-defined]
-        return call
-
-    def _prefill(
-        self,
-        params: Any,
-        collections: Any,
-        tokens: jax.Array,
-        lengths: jax.Array,
-        keys: jax.Array,
-        drawing: Drawing,
-        *,
-        size: int,
-        spare: int = 0,
-    ) -> tuple[Rows, Any]:
-        def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
-            tokens, lengths, keys = args
-            prompts = Prompts(lengths, size, spare)
-            logits, cache = self._apply(params, collections, tokens, prompts)
-            places = jnp.arange(tokens.shape[1])[None]
-            begins = (tokens == self.model.bos_token) & (places < lengths[:, None])
-            start = jnp.max(jnp.where(begins, places, 0), axis=1)
-            history = None
-            if drawing.penalties is not None:
-                history = history_of(tokens, lengths, self.vocab_size)
-            token, drawn = self._choose(logits[:, 0], history, keys, lengths, drawing)
-            return Rows(cache, token, lengths, start, keys, history), self._of_all(drawn)
-
-        run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens))
-        rows, drawn = run(params, collections, drawing, tokens, lengths, keys)
-        return rows, drawn
-
-    def _decode(
-        self,
-        params: Any,
-        collections: Any,
-        rows: Rows,
-        drawing: Drawing,
-    ) -> tuple[Rows, Any]:
-        specs = jax.tree_util.tree_map_with_path(self._cache_spec, rows.cache)
-
-        def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
-            rows: Rows = args[0]
-            position = rows.position
-            start = jnp.where(rows.token == self.model.bos_token, position, rows.start)
-            collections = {**collections, CACHE: rows.cache}
-            past = Past(position[:, None], start[:, None])
-            logits, new = self._apply(params, collections, rows.token[:, None], past)
-            cache = append(rows.cache, new, past.position)
-            history = None if rows.history is None else note(rows.history, rows.token[:, None])
-            after = position + 1
-            token, drawn = self._choose(logits[:, 0], history, rows.keys, after, drawing)
-            return Rows(cache, token, after, start, rows.keys, history), self._of_all(drawn)
-
-        run = self._on_mesh(on_device, (self._rows_specs(specs),), specs)
-        rows, drawn = run(params, collections, drawing, rows)
-        return rows, drawn
-
-    def _score(
-        self,
-        params: Any,
-        collections: Any,
-        inputs: jax.Array,
-        labels: jax.Array,
-        marked: jax.Array,
-    ) -> Scores:
-        def on_device(params: Any, collections: Any, *batch: jax.Array) -> Scores:
-            inputs, labels, marked = batch
-            variables = {"params": self._boxes(params), **collections}
-            with self.program.step.mode.context():
-                losses, is_best = self._interface.apply(
-                    variables, inputs, train=False, labels=labels
-                )
-            total = -jnp.where(marked, losses, 0).sum(axis=1)
-            scores: Scores = self._of_all(Scores(total, jnp.all(is_best | ~marked, axis=1)))
-            return scores
-
-        whole, mode = PartitionSpec(), self.program.step.mode
-        in_specs = (param_specs(self.program.placements), whole, *(self._rows,) * 3)
-        run = mode.run(on_device, in_specs=in_specs, out_specs=whole)
-        scores: Scores = run(params, collections, inputs, labels, marked)
-        return scores
-
-    def _on_mesh(self, on_device: Callable[..., Any], own: Any, cache: Any) -> Callable[..., Any]:
-        """Makes a function of global arrays, (params, collections, drawing, *own), from a step.
-
-        `own` has the specs of the step's other arguments, and `cache` the specs of the cache.
-        """
-        whole, step = PartitionSpec(), self.program.step
-        return step.mode.run(
-            on_device,
-            in_specs=(param_specs(step.placements), whole, whole, *own),
-            out_specs=(self._rows_specs(cache), whole),
-        )
-
-    def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
-        """Computes the logits `float32[B, S, V]`, and the keys and values for the cache.
-
-        With `Prompts`, `S` is 1: the last token. The logits are the same on all devices along the
-        model axis. If the vocabulary is sharded over this axis, they are gathered.
-        """
-        variables = {"params": self._boxes(params), **collections}
-        with self.program.step.mode.context():
-            logits, new = self._interface.apply(
-                variables, tokens, train=False, rows=rows, mutable=[NEW_KEYS]
-            )
-        if self._split_axes:
-            logits = gather_invariant(logits, 2, self._split_axes, scope=TENSOR_SCOPE)
-        return logits[..., : self.model.vocab_size], new[NEW_KEYS]
-
-    def _boxes(self, params: Any) -> Any:
-        def box(place: Route, x: jax.Array) -> Any:
-            boxed = self.program.step.mode.box(place, x)
-            return boxed.unbox() if place.keep and is_box(boxed) else boxed
-
-        return map_in_scopes(box, self.program.placements, params)
-
-    def _choose(
-        self,
-        logits: jax.Array,
-        history: History | None,
-        keys: jax.Array,
-        position: jax.Array,
-        drawing: Drawing,
-    ) -> tuple[jax.Array, Drawn]:
-        """Draws each row's next token."""
-        likelihood, changed = jax.nn.log_softmax(logits), logits
-        if history is not None and drawing.penalties is not None:
-            changed = penalize(changed, history, drawing.penalties)
-        token = draw_tokens(changed, keys, position, drawing)
-        of_token = jnp.take_along_axis(likelihood, token[:, None], axis=1)
-        return token, Drawn(token, of_token[:, 0])
-
-    def _of_all(self, rows: Any) -> Any:
-        """Gathers the rows of all devices over the data axes."""
-        gather = functools.partial(gather_invariant, scope=EXAMPLES_SCOPE)
-        return jax.tree.map(lambda x: gather(x, 0, self._data_axes), rows)
-
-    def _rows_specs(self, cache: Any) -> Any:
-        specs: Any = (self._rows,) * 5
-        return Rows(cache, *specs)
-
-    def _cache_spec(self, path: Any, x: Any) -> PartitionSpec:
-        is_shared = path[-1].key == LATENT  # All heads share it, so no axis splits it.
-        heads = self._split_axes[0] if self._split_axes and not is_shared else None
-        return PartitionSpec(*(None,) * (x.ndim - 4), self._data_axes, None, heads, None)
-
-    def _cache_specs(self, tokens: jax.Array) -> Any:
-        """Returns a tree like the cache, with a `PartitionSpec` at each leaf."""
-
-        def keep(params: Any) -> Any:
-            state = self.program.unpadded_state
-            variables = {"params": params, **state.collections}
-            rows = Prompts(jnp.ones(tokens.shape[:1], jnp.int32), tokens.shape[1])
-            call = functools.partial(self._interface.apply, train=False, mutable=[NEW_KEYS])
-            return call(variables, tokens, rows=rows)[1][NEW_KEYS]
-
-        cache = jax.eval_shape(keep, self.program.unpadded_state.params)
-        return jax.tree_util.tree_map_with_path(self._cache_spec, cache)
-
-    def put_rows(self, x: Any) -> jax.Array:
-        """Shards rows `[B, ...]` over the devices; all processes must pass the same rows."""
-        sharding = NamedSharding(self.program.mesh, self._rows)
-        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-
-
-def _for_generation(model: Transformer) -> Transformer:
-    """Sets fields that concern only training or a context axis to values without effect."""
-    return model.clone(
-        split=Split(model.split.axis),
-        context=dataclasses.replace(model.context, axis=None),
-        experts=dataclasses.replace(model.experts, capacity_factor=0.0),
-        remat="none",
-        dropout_rate=0.0,
-    )
-
-
-def _check(module: Any) -> None:
-    """Refuses a model that these steps do not support."""
-    if not isinstance(module, Transformer):
-        raise TypeError(
-            f"generate: the model is a {type(module).__name__}, expected a Transformer, because "
-            "other models store no keys and values. For other causal models use "
-            "manualpar.models.generation.drawing.sample_tokens, which needs no cache."
-        )
