@@ -194,7 +194,8 @@ class JittedSteps:
         Args:
           layout: The state with a `PartitionSpec` at each leaf.
           state: The abstract state, without shardings.
-          others: The layout and the abstract variables of other models.
+          others: A pair of dicts by the names of `other_models`: the variables with a
+            `PartitionSpec` at each leaf, and the abstract variables without shardings.
         """
         is_explicit = AxisType.Explicit in mesh.axis_types
         axis_type = AxisType.Explicit if is_explicit else AxisType.Auto
