@@ -46,129 +46,6 @@ from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.modes.overwritten import overwritten_on_mesh
 from manualpar.core.trees import Batch, Variables, path_name
 
-# -------------------------------------------------------------------------------------------------
-# Makes the arguments for a model's initialisation from a batch.
-#
-# The model is called with `batch.inputs`, or with the arguments that the user's `init_args`
-# returns. A batch without `.inputs` and `init_args` is given to the loss, to see how it calls the
-# model. Switches such as `train` are added. A call that does not fit the method is refused, and
-# the error shows the `init_args` to write.
-
-# Arguments of `apply` that are not the method's.
-OF_APPLY = ("rngs", "mutable", "capture_intermediates")
-
-
-def initial_call(
-    module: Any, batch: Batch, init_args: InitArgs | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the `args` and `kwargs` with which a module is initialised.
-
-    The `kwargs` of `init_args` may name another `method` than `__call__`. If the method has an
-    argument `train` and `init_args` does not set it, `train` is `False`. Other `EVAL_SWITCHES` are
-    added if they have no default.
-    """
-    if init_args is None and not hasattr(batch, "inputs"):
-        raise TypeError(
-            f"batch is a {type(batch).__name__}, expected one with .inputs, such as "
-            "manualpar.Batch, or a loss that calls the model before it reads parameters. Or name "
-            "the arguments of the model's call: "
-            f"{_example(signature_of(module, None))}."
-        )
-    args, kwargs = _checked_pair(init_args(batch)) if init_args else ((batch.inputs,), {})
-    method = kwargs.get("method")
-    signature = signature_of(module, method)
-    passed = {name: value for name, value in kwargs.items() if name != "method"}
-    switches: dict[str, Any] = {}
-    names: Mapping[str, Any] = signature.parameters
-    try:
-        names = signature.bind_partial(*args, **passed).arguments
-        switches = {
-            name: value
-            for name, value in EVAL_SWITCHES.items()
-            if name in signature.parameters.keys() - names.keys()
-            and (name == "train" or signature.parameters[name].default is inspect.Parameter.empty)
-        }
-        signature.bind(*args, **passed, **switches)
-    except TypeError as error:
-        missing = [repr(name) for name in _required(signature) if name not in names]
-        source = "the result of init_args" if init_args else "batch.inputs alone"
-        called = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
-        raise TypeError(
-            f"model: {type(module).__name__}.{called} cannot be called with {source} to initialise "
-            f"the model: {'it also needs ' + ', '.join(missing) if missing else error}. It takes "
-            f"{signature}. Make the arguments of the call from the batch: {_example(signature)}."
-        ) from error
-    return args, {**kwargs, **switches}
-
-
-class _FirstCallError(Exception):
-    """Leaves a loss at its first call of the model."""
-
-
-def first_call(module: Any, loss_fn: Callable[..., Any], batch: Batch) -> InitArgs | None:
-    """Returns `init_args` that make the arguments of the first call of a module in a loss.
-
-    The result is `None` if the loss fails before, as with parameters that it reads itself, or if
-    the call is within a transformation such as `jax.checkpoint`.
-    """
-
-    def init_args(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-        def apply_fn(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            del variables
-            found.append((args, kwargs))
-            raise _FirstCallError
-
-        with contextlib.suppress(_FirstCallError):
-            loss_fn({}, apply_fn, batch, jax.random.key(0))
-        [(args, kwargs)] = found
-        method = kwargs.get("method")
-        kwargs = {name: x for name, x in kwargs.items() if name not in (*EVAL_SWITCHES, *OF_APPLY)}
-        return overrule(signature_of(module, method), args, kwargs, EVAL_SWITCHES)
-
-    def arrays(batch: Batch) -> list[Any]:
-        return [x for x in jax.tree.leaves(init_args(batch)) if isinstance(x, jax.Array)]
-
-    try:
-        consts = jax.make_jaxpr(arrays)(batch).consts
-    except Exception:  # Any error of the user's loss; `initial_call` then says what to write.
-        return None
-    # Arrays that exist only within a transformation become constants.
-    return None if any(isinstance(x, jax.core.Tracer) for x in consts) else init_args
-
-
-def _required(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
-    """Selects the arguments without a default, except switches."""
-    found = required(signature.parameters)
-    return {name: parameter for name, parameter in found.items() if name not in EVAL_SWITCHES}
-
-
-def _example(signature: inspect.Signature) -> str:
-    """Formats the `init_args` that a method may need, as a user would write it."""
-    args, kwargs = "", []
-    for name, parameter in _required(signature).items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            kwargs.append(f"'{name}': batch['{name}']")
-        else:
-            args += f"batch['{name}'], "
-    args = args[:-1] if args.count(",") == 1 else args[:-2]
-    return f"init_args=lambda batch: (({args}), {{{', '.join(kwargs)}}})"
-
-
-def _checked_pair(returned: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (0, 0)
-    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
-        raise TypeError(
-            f"init_args returned a {type(returned).__name__} that is not the pair (args, kwargs), "
-            "expected a tuple of positional arguments and a dict of others, such as "
-            "init_args=lambda batch: ((batch.inputs,), {})."
-        )
-    return tuple(args), dict(kwargs)
-
-
-# -------------------------------------------------------------------------------------------------
-
 
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -362,3 +239,124 @@ class _Unannotated:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = self.initializer(*args, **kwargs)
         return x.value if isinstance(x, nn.Partitioned) else x
+
+
+# -------------------------------------------------------------------------------------------------
+# Makes the arguments for a model's initialisation from a batch.
+#
+# The model is called with `batch.inputs`, or with the arguments that the user's `init_args`
+# returns. A batch without `.inputs` and `init_args` is given to the loss, to see how it calls the
+# model. Switches such as `train` are added. A call that does not fit the method is refused, and
+# the error shows the `init_args` to write.
+
+# Arguments of `apply` that are not the method's.
+OF_APPLY = ("rngs", "mutable", "capture_intermediates")
+
+
+def initial_call(
+    module: Any, batch: Batch, init_args: InitArgs | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the `args` and `kwargs` with which a module is initialised.
+
+    The `kwargs` of `init_args` may name another `method` than `__call__`. If the method has an
+    argument `train` and `init_args` does not set it, `train` is `False`. Other `EVAL_SWITCHES` are
+    added if they have no default.
+    """
+    if init_args is None and not hasattr(batch, "inputs"):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}, expected one with .inputs, such as "
+            "manualpar.Batch, or a loss that calls the model before it reads parameters. Or name "
+            "the arguments of the model's call: "
+            f"{_example(signature_of(module, None))}."
+        )
+    args, kwargs = _checked_pair(init_args(batch)) if init_args else ((batch.inputs,), {})
+    method = kwargs.get("method")
+    signature = signature_of(module, method)
+    passed = {name: value for name, value in kwargs.items() if name != "method"}
+    switches: dict[str, Any] = {}
+    names: Mapping[str, Any] = signature.parameters
+    try:
+        names = signature.bind_partial(*args, **passed).arguments
+        switches = {
+            name: value
+            for name, value in EVAL_SWITCHES.items()
+            if name in signature.parameters.keys() - names.keys()
+            and (name == "train" or signature.parameters[name].default is inspect.Parameter.empty)
+        }
+        signature.bind(*args, **passed, **switches)
+    except TypeError as error:
+        missing = [repr(name) for name in _required(signature) if name not in names]
+        source = "the result of init_args" if init_args else "batch.inputs alone"
+        called = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
+        raise TypeError(
+            f"model: {type(module).__name__}.{called} cannot be called with {source} to initialise "
+            f"the model: {'it also needs ' + ', '.join(missing) if missing else error}. It takes "
+            f"{signature}. Make the arguments of the call from the batch: {_example(signature)}."
+        ) from error
+    return args, {**kwargs, **switches}
+
+
+class _FirstCallError(Exception):
+    """Leaves a loss at its first call of the model."""
+
+
+def first_call(module: Any, loss_fn: Callable[..., Any], batch: Batch) -> InitArgs | None:
+    """Returns `init_args` that make the arguments of the first call of a module in a loss.
+
+    The result is `None` if the loss fails before, as with parameters that it reads itself, or if
+    the call is within a transformation such as `jax.checkpoint`.
+    """
+
+    def init_args(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def apply_fn(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            del variables
+            found.append((args, kwargs))
+            raise _FirstCallError
+
+        with contextlib.suppress(_FirstCallError):
+            loss_fn({}, apply_fn, batch, jax.random.key(0))
+        [(args, kwargs)] = found
+        method = kwargs.get("method")
+        kwargs = {name: x for name, x in kwargs.items() if name not in (*EVAL_SWITCHES, *OF_APPLY)}
+        return overrule(signature_of(module, method), args, kwargs, EVAL_SWITCHES)
+
+    def arrays(batch: Batch) -> list[Any]:
+        return [x for x in jax.tree.leaves(init_args(batch)) if isinstance(x, jax.Array)]
+
+    try:
+        consts = jax.make_jaxpr(arrays)(batch).consts
+    except Exception:  # Any error of the user's loss; `initial_call` then says what to write.
+        return None
+    # Arrays that exist only within a transformation become constants.
+    return None if any(isinstance(x, jax.core.Tracer) for x in consts) else init_args
+
+
+def _required(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """Selects the arguments without a default, except switches."""
+    found = required(signature.parameters)
+    return {name: parameter for name, parameter in found.items() if name not in EVAL_SWITCHES}
+
+
+def _example(signature: inspect.Signature) -> str:
+    """Formats the `init_args` that a method may need, as a user would write it."""
+    args, kwargs = "", []
+    for name, parameter in _required(signature).items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kwargs.append(f"'{name}': batch['{name}']")
+        else:
+            args += f"batch['{name}'], "
+    args = args[:-1] if args.count(",") == 1 else args[:-2]
+    return f"init_args=lambda batch: (({args}), {{{', '.join(kwargs)}}})"
+
+
+def _checked_pair(returned: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (0, 0)
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"init_args returned a {type(returned).__name__} that is not the pair (args, kwargs), "
+            "expected a tuple of positional arguments and a dict of others, such as "
+            "init_args=lambda batch: ((batch.inputs,), {})."
+        )
+    return tuple(args), dict(kwargs)
