@@ -34,7 +34,7 @@ from benchmarks.random_dropout import (
 )
 from benchmarks.random_optimizers import OneDevice, recording
 from benchmarks.random_reference import Answer, Reference, flatten, unflatten
-from benchmarks.random_tasks import make_batches, make_model
+from benchmarks.random_tasks import LEARNED, make_batches, make_model
 from benchmarks.random_trips import SHARED, come_back, travel
 from manualpar import Batch
 
@@ -51,7 +51,7 @@ class Shared:
     def of(self, row: Mapping[str, Any], name: str, parts: Any, make: Callable[[], Any]) -> Any:
         """Returns the cached value for `name` and `parts`, or makes it with `make`."""
         names = ("model", "data_seed", "fields", "loss", "loss_extras", "batch", "tx")
-        names += ("form", "rules")
+        names += ("form", "rules", "has_metrics")
         key = json.dumps([row.get(name) for name in names])
         if key != self.key:
             self.key, self.made = key, {}
@@ -99,7 +99,8 @@ class Check:
         self.has_statistics = fields.get("norm") in ("batch", "synced")
         # Whether results depend on which examples a device computes together.
         self.is_grouped = fields.get("drop") in ("data", "lax", "nnx")
-        self.is_grouped |= row.get("rules", {}).get("kind") in ("w8a8", "w8a8g8", "float8")
+        self.has_coded_products = row.get("rules", {}).get("kind") in ("w8a8", "w8a8g8", "float8")
+        self.is_grouped |= self.has_coded_products
 
     def __call__(self) -> None:
         """Raises WrongError at the first difference; does not catch errors of the program."""
@@ -210,6 +211,8 @@ class Check:
             is_random=bool(options.get("stochastic_rounding")),
             is_split=bool({"context", "expert", "model", "stage"} & {*axes}) or is_coupled,
             has_statistics=self.has_statistics,
+            has_learned_counts=self.row.get("form") in LEARNED,
+            has_coded_products=self.has_coded_products,
         )
 
     # The comparisons.

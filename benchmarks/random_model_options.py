@@ -206,9 +206,12 @@ def draw_found(r: random.Random, row: Row) -> None:
         fields["sown"] = r.choice(("", "tuple", "reduced", "beside"))
         fields["drop"] = r.choice(("", "random", "data", "index"))
         fields["branch"] = r.choice(("cond", "switch", "nested"))
-        fields["depth"] = max(2, fields["depth"])
+        fields["depth"] = 2
     elif kind == "nnx_mlp" and r.random() < 0.7:
         fields["sown"], fields["drop"] = r.choice(("", "tuple", "reduced")), r.choice(("", "lax", "nnx"))
+    meets = fields.get("norm") == "synced" or row["loss"] == "coupled"
+    if meets and fields.get("drop") in ("data", "lax", "nnx"):  # The reference cannot have both.
+        fields["drop"] = "index" if kind == "mlp" else ""
     if kind in ("mlp", "text", "nnx_mlp") and not fields.get("odd") and r.random() < 0.3:
         _draw_rules(r, row)
     is_whole = not row.get("with_labels") and not row.get("split_logits")

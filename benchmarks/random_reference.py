@@ -48,6 +48,7 @@ class Reference:
     def __init__(self, row: Mapping[str, Any], plain: Plain, gather_dtype: str | None) -> None:
         self._plain, self._parts = plain, make_parts(row, is_plain=True)
         self._form = row.get("form", "pair")
+        self._has_metrics = row.get("has_metrics", True)
         self._has_terms = self._form in ("terms", *LEARNED)
         self._gather_dtype = gather_dtype
         self._run = {
@@ -126,6 +127,8 @@ class Reference:
                 if self._form == "scalar":
                     count = len(batch.labels)
                     terms, metrics = {"loss": (of.mean * count, count)}, {}
+                if self._form in ("terms", "learned") and not self._has_metrics:
+                    metrics = {}
                 if not self._has_terms:
                     return of.mean * terms["loss"][1], (terms, metrics, flatten(updates))
                 value = jnp.zeros(())

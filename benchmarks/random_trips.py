@@ -91,6 +91,8 @@ def come_back(check: Any) -> None:
         config.parallel.min_weight_size = check.options["min_weight_size"]
     names = "sync_collections", "axis_aliases"
     options: dict[str, Any] = {k: check.options[k] for k in names if k in check.options}
+    if "axis_aliases" in options:
+        options["axis_aliases"] = {"batch": "data"}
     if row.get("trainable"):
         options["trainable"] = tuple(row["trainable"])
     task = Task(
