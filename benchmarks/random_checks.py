@@ -51,8 +51,8 @@ class Shared:
     def of(self, row: Mapping[str, Any], name: str, parts: Any, make: Callable[[], Any]) -> Any:
         """Returns the cached value for `name` and `parts`, or makes it with `make`."""
         names = ("model", "data_seed", "fields", "loss", "loss_extras", "batch", "tx")
-        names += ("form", "rules", "has_metrics")
-        key = json.dumps([row.get(name) for name in names])
+        own_names = ("form", "rules", "has_metrics")
+        key = json.dumps([row.get(name) for name in (*names, *own_names)])
         if key != self.key:
             self.key, self.made = key, {}
         own = name + json.dumps(parts)

@@ -191,10 +191,9 @@ def _draw_tuning(r: random.Random, row: Row) -> None:
 
 
 def draw_found(r: random.Random, row: Row) -> None:
-    """Adds what people write, and what was wrong before: losses, sown values, skipped layers, rules.
+    """Draws a model like `draw_model`, and often a form of loss, sown values, skips or rules.
 
-    The description gets at least one of them, or is one of a program in threads, or of a run that
-    comes back with other devices.
+    `found` names what it has. If that is nothing, the program has threads or other devices.
     """
     draw_model(r, row, FOUND_MODELS)
     kind, fields, extras = row["model"], row["fields"], row["loss_extras"]
@@ -208,7 +207,10 @@ def draw_found(r: random.Random, row: Row) -> None:
         fields["branch"] = r.choice(("cond", "switch", "nested"))
         fields["depth"] = 2
     elif kind == "nnx_mlp" and r.random() < 0.7:
-        fields["sown"], fields["drop"] = r.choice(("", "tuple", "reduced")), r.choice(("", "lax", "nnx"))
+        fields["sown"], fields["drop"] = (
+            r.choice(("", "tuple", "reduced")),
+            r.choice(("", "lax", "nnx")),
+        )
     meets = fields.get("norm") == "synced" or row["loss"] == "coupled"
     if meets and fields.get("drop") in ("data", "lax", "nnx"):  # The reference cannot have both.
         fields["drop"] = "index" if kind == "mlp" else ""

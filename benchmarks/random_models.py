@@ -69,7 +69,8 @@ class _Outer(nn.Module):
 
     def _sow(self, x: jax.Array) -> None:
         """Sows a value of each example and a mean, as flax does or by functions of its own."""
-        each, how = jnp.square(x).mean(-1), {}
+        each = jnp.square(x).mean(-1)
+        how: dict[str, Any] = {}
         if self.sown != "tuple":
             how = {"init_fn": lambda: jnp.zeros(()), "reduce_fn": jnp.add}
             self.sow("aux", "each", 0.5 * x[:, 0], **how)
@@ -130,9 +131,10 @@ class Mlp(nn.Module):
         layer = nn.remat(layer) if self.remat else layer
         indices = jnp.arange(self.depth) if self.drop else [None] * self.depth
         if self.scan:
+            axes: Any = {"params": 0, "aux": 0} if self.sown else {"params": 0}
             scanned = nn.scan(
                 layer,
-                variable_axes={"params": 0} | ({"aux": 0} if self.sown else {}),
+                variable_axes=axes,
                 split_rngs={"params": True, "dropout": True},
                 length=self.depth,
             )

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from benchmarks.random_models import CLASSES, FEATURES, VOCABULARY
 
 
-class Seen(nnx.Variable):  # type: ignore[type-arg]
+class Seen(nnx.Variable):
     """A variable into which models sow."""
 
 
@@ -88,7 +88,8 @@ class XMlp(nnx.Module):
             for layer in self.layers:
                 x = layer(x)
         if self.sown:
-            each, how = jnp.square(x).mean(-1), {}
+            each = jnp.square(x).mean(-1)
+            how: dict[str, Any] = {}
             if self.sown == "reduced":
                 how = {"init_fn": lambda: jnp.zeros(()), "reduce_fn": jnp.add}
                 self.sow(Seen, "each", 0.5 * x[:, 0], **how)

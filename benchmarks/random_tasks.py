@@ -9,6 +9,7 @@ code of the package except `Transformer`, which is a plain Linen module outside 
 import dataclasses
 import fnmatch
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -118,8 +119,7 @@ RULES: Mapping[str, Mapping[str, str]] = {
 
 def with_rules(model: Any, rules: Mapping[str, str], *inputs: Any) -> Any:
     """Returns the model with qwix's rule for some of its products; `inputs` for an NNX model."""
-    import qwix
-
+    qwix = importlib.import_module("qwix")
     rule = qwix.QtRule(module_path=rules["modules"], **RULES[rules["kind"]])
     return qwix.quantize_model(model, qwix.QtProvider([rule]), *inputs)
 
@@ -293,7 +293,7 @@ def make_parts(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Parts
             count = weights.sum()
             total, hits = (losses * weights).sum(), (correct * weights).sum()
             average = total / jnp.where(count > 0, count, 1)
-        terms = {"loss": (total, count)}
+        terms: dict[str, Any] = {"loss": (total, count)}
         decay = 0
         if extras.get("decay"):
             squares = [jnp.square(x).sum() for x in jax.tree.leaves(nn.unbox(params))]
