@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.random_optimizers import OPTIMIZERS
 
 # The models of programs that have a feature of `draw_found`: mostly small ones.
-FOUND_MODELS = {"mlp": 9, "nnx_mlp": 6, "text": 3, "conv": 1, "rnn": 1, "nnx_text": 1}
+FOUND_MODELS = {"mlp": 12, "nnx_mlp": 7, "text": 3, "conv": 1, "rnn": 1, "nnx_text": 1}
 FOUND_MODELS |= {"transformer": 1}
 MODELS = {"mlp": 4, "conv": 1, "text": 3, "rnn": 1, "transformer": 5, "nnx_mlp": 2, "nnx_text": 1}
 # Globs of trainable parameters for each model; the first entry matches no quantized parameter.

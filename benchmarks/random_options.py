@@ -42,10 +42,12 @@ def _draw_division(r: random.Random, row: Row) -> None:
     is_refused = row["fields"].get("drop") or "rules" in row
     if row["mode"] == "explicit" and is_refused and r.random() < 0.8:
         row["mode"], row["typed_mesh"] = "auto", False
+    if r.random() < 0.6:  # Programs from 0 on move their states more often.
+        row.pop("trip", None)
     is_diloco, is_large = row["strategy"] == "diloco", row["model"] == "transformer"
     if is_diloco and row["found"]:
         return
-    share = 0.15 if row["found"] else 1.0 if is_large else 0.5
+    share = 0.1 if row["found"] else 1.0 if is_large else 0.5
     if not is_diloco and r.random() < share:
         row["threads"] = _draw_trip(r, row)
         row["nan_at"] = False

@@ -235,7 +235,9 @@ def make_loss(row: Mapping[str, Any]) -> Callable[..., Any]:
             def apply_fn(variables: Any, inputs: Any, **call: Any) -> Any:
                 return model(inputs)
 
-            return shaped(parts(nnx.state(model, nnx.Param), apply_fn, batch, None))
+            found = [x for _, x in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+            params = [x[...] for x in found] if row["loss_extras"]["decay"] else None
+            return shaped(parts(params, apply_fn, batch, None))
 
         return of_model
     return lambda params, apply_fn, batch, rng: shaped(parts(params, apply_fn, batch, rng))
@@ -300,7 +302,7 @@ def make_parts(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Parts
             decay = extras["decay"] * sum(squares)
             average = average + decay
         if has_terms:
-            terms |= {"decay": (decay, 1)} if extras.get("decay") else {}
+            terms |= {"decay": (decay * len(losses), len(losses))} if extras.get("decay") else {}
             terms |= {"z_loss": (0.01 * z.sum(), z.size)} if z is not None else {}
             terms |= {"sown": (mean * len(losses), len(losses))} if sows else {}
             if extras.get("rare"):  # Many shares have no example of this kind.
