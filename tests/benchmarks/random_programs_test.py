@@ -128,7 +128,7 @@ def test_a_later_program_that_is_right_is_exact(devices8, name):
 
 @pytest.mark.slow
 def test_faults_of_later_programs_are_noticed(devices8, monkeypatch):
-    """A wrong gradient of terms; minibatches that grow where they must not; a thread's own fault."""
+    """Minibatches that grow where they must not, a gradient of terms, and a fault of threads."""
     with monkeypatch.context() as patch:
         patch.setattr(experiment, "combines_examples", lambda program: False)
         outcome, words = run(TINY | NEW["elastic"], Shared())
