@@ -76,7 +76,7 @@ def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
         words = f"{kind} at {file}:{last.lineno}: {error}"[:1500]
         # As the pages say, JAX's sharding types refuse some programs, with JAX's error messages.
         is_sharding = row["mode"] == "explicit" and kind == "ShardingTypeError"
-        is_ours = "/manualpar/" in last.filename and kind in ("ValueError", "TypeError")
+        is_ours = "/manualpar/" in last.filename and isinstance(error, ValueError | TypeError)
         return "refused" if is_ours or is_sharding else "crash", words
     return "exact", "; ".join(check.notes)
 

@@ -91,7 +91,7 @@ def make_model(row: Mapping[str, Any]) -> tuple[Any, Plain]:
     if rules := row.get("rules"):
         model, bare = (with_rules(each, rules) for each in (module, bare))
     if plan := row.get("plan"):
-        model = tensor_parallel(module, plan_of(row), **plan)
+        model = tensor_parallel(model, plan_of(row), **plan)
     if row.get("quantized"):
         model = quantized(model, {"*kernel": row["quantized"]})
     if targets := row.get("lora"):
