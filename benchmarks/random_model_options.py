@@ -207,10 +207,9 @@ def draw_found(r: random.Random, row: Row) -> None:
         fields["branch"] = r.choice(("cond", "switch", "nested"))
         fields["depth"] = 2
     elif kind == "nnx_mlp" and r.random() < 0.7:
-        fields["sown"], fields["drop"] = (
-            r.choice(("", "tuple", "reduced")),
-            r.choice(("", "lax", "nnx")),
-        )
+        fields["sown"] = r.choice(("", "tuple", "reduced"))
+        # A function of JAX may not change the state of `nnx.Dropout`.
+        fields["drop"] = r.choice(("", "nnx" if fields["dropout"] else "lax", "nnx"))
     meets = fields.get("norm") == "synced" or row["loss"] == "coupled"
     if meets and fields.get("drop") in ("data", "lax", "nnx"):  # The reference cannot have both.
         fields["drop"] = "index" if kind == "mlp" else ""
