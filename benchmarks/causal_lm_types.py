@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.results import note_conditions, write_results
+from benchmarks.turns import table
 from manualpar.models.pretrained.families import FAMILIES, WRAPPERS
 
 TOLERANCE = 1e-4  # Of logits of the size of 1, in float32.
@@ -261,19 +263,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--families", action="store_true", help="only the types that we read")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the limit for a type")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="types at a time")
+    parser.add_argument("--json", type=Path, help="a JSON file")
     given = parser.parse_args(arguments)
+    conditions = note_conditions("benchmarks.causal_lm_types", arguments)
     names = given.types or causal_lm_types()
     if given.families:
         names = [name for name in names if name in FAMILIES or name in WRAPPERS]
-    counts: dict[str, int] = {}
+    found: dict[str, list[str]] = {}
     print(f"{'type':28} {'verdict':9} reason")
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
         verdicts = pool.map(functools.partial(judge_apart, seconds=given.seconds), names)
         for name, (verdict, reason) in zip(names, verdicts, strict=True):
-            counts[verdict] = counts.get(verdict, 0) + 1
+            found.setdefault(verdict, []).append(name)
             print(f"{name:28} {verdict:9} {' '.join(reason.split())[:160]}", flush=True)
-    print(", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())))
-    return 1 if counts.get("wrong") else 0
+    print(", ".join(f"{len(types)} {verdict}" for verdict, types in sorted(found.items())))
+    lines = table(
+        ["verdict", "number", "types"],
+        [[verdict, str(len(types)), ", ".join(types)] for verdict, types in sorted(found.items())],
+    )
+    write_results(conditions, lines=lines, data={}, output=None, json_output=given.json)
+    return 1 if "wrong" in found else 0
 
 
 if __name__ == "__main__":

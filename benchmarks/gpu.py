@@ -352,12 +352,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         compared = compare_rows(rows)
         facts = {**found.facts, "used": runner.devices, "batch_size": runner.batch_size}
         options.batch_size = runner.batch_size
-        text = "\n".join(page(conditions, options, facts, compared, suite))
+        lines = page(conditions, options, facts, compared, suite)
         if is_first:
-            options.output.write_text(f"{text}\n", encoding="utf-8")
+            options.output.write_text("\n".join([*lines, ""]), encoding="utf-8")
             shown = [dataclasses.asdict(row) for row in compared]
             data = {**facts, "rows": shown, "excesses": excesses(compared, facts), "suite": suite}
-            write_results(conditions, lines=[], data=data, output=None, json_output=options.json)
+            write_results(conditions, lines=lines, data=data, output=None, json_output=options.json)
         return compared
 
     for row in _rows(options, runner):

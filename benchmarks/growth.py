@@ -21,8 +21,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from benchmarks.results import note_conditions, write_results
 from benchmarks.turns import table
 
 WAYS = ("plain", "dp", "zero", "fsdp", "plan", "nnx")
@@ -38,12 +40,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no_compile", action="store_true", help="trace and lower only")
+    parser.add_argument("--json", type=Path, help="a JSON file")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.measure:
         model, way, size = args.measure
         print(json.dumps(measure(model, way, int(size), compiles=not args.no_compile)))
         return
+    conditions = note_conditions("benchmarks.growth", argv)
+    lines: list[str] = []
     for model in MODELS:
         sizes = args.params if model == "params" else args.layers
         ways = [way for way in args.ways if has_way(model, way)]
@@ -53,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for size in sizes
                 for way in dict.fromkeys(("plain", *ways))
             }
-            print("\n".join(["", f"{model}: processor seconds, ratio to plain", *rows(seconds)]))
+            part = ["", f"## {model}: processor seconds, ratio to plain", "", *rows(seconds)]
+            print("\n".join(part), flush=True)
+            lines += part
+    write_results(conditions, lines=lines, data={}, output=None, json_output=args.json)
 
 
 def has_way(model: str, way: str) -> bool:

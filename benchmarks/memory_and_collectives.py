@@ -1,6 +1,7 @@
 """Counts the memory and the collectives of a step under every strategy, without timing.
 
 python -m benchmarks.memory_and_collectives [--devices 1 2 4 8] [--models unrolled scanned]
+    [--json FILE.json]
 
 The numbers come from the layout (bytes of parameters and optimizer state on a device), from the
 compiled step (temporary bytes on a device) and from the traced step (bytes that a device sends, and
@@ -12,12 +13,14 @@ gathers of the forward pass. So the temporaries of the unrolled model do not sho
 import argparse
 import functools
 import itertools
+from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.results import note_conditions, write_results
 from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import count_by_kind, state_bytes, total_bytes, trace_collectives
 from manualpar.models import Classifier
@@ -108,19 +111,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--json", type=Path, help="a JSON file")
     args = parser.parse_args()
     devices = args.devices
+    conditions = note_conditions("benchmarks.memory_and_collectives", None)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(devices))
     print(f"jax {jax.__version__}; MiB on each device, and collectives of a step\n")
     header = ["model", "strategy", "devices", "state", "temporaries", "sent", *COLLECTIVES]
-    for row in (header, ["---"] * len(header)):
-        print(f"| {' | '.join(row)} |")
+    lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header))]
+    print("\n".join(lines))
     for model, strategy, num_devices in itertools.product(args.models, STRATEGIES, devices):
         if num_devices == 1 and strategy.startswith("hsdp"):
             continue
         row = [model, strategy, str(num_devices), *measure(build(strategy, model, num_devices))]
-        print(f"| {' | '.join(row)} |", flush=True)
+        lines.append(f"| {' | '.join(row)} |")
+        print(lines[-1], flush=True)
+    write_results(conditions, lines=lines, data={}, output=None, json_output=args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares the planned memory of a step with XLA's allocations, without timing.
 
-python -m benchmarks.planned_memory [--only fsdp_lm] [--output planned_memory.json]
+python -m benchmarks.planned_memory [--only fsdp_lm] [--json planned_memory.json]
 
 The plan is `manualpar.inspect.step_memory` with `platform="cpu"`. The plan is compared with XLA's
 `memory_analysis` of the same step, compiled for eight simulated CPU devices. Both give the bytes of
@@ -13,13 +13,13 @@ the result has the same shape.
 
 import argparse
 import importlib
-import json
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks.results import note_conditions, write_results
 from manualpar.inspect.memory import step_memory
 from manualpar.training.experiment import prepare
 
@@ -121,25 +121,26 @@ def main() -> None:
     """Prints and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=sorted({name for name, _ in CASES}))
-    parser.add_argument("--output", type=Path, help="a JSON file to write")
+    parser.add_argument("--json", type=Path, help="a JSON file")
     args = parser.parse_args()
+    conditions = note_conditions("benchmarks.planned_memory", None)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     print(f"jax {jax.__version__}; MiB on a device\n")
     header = ["step", "state", "arguments", "planned", "compiled", "ratio"]
-    for cells in (header, ["---"] * len(header)):
-        print(f"| {' | '.join(cells)} |")
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header))]
+    print("\n".join(lines))
     rows = []
     for name, changes in CASES:
         if args.only in (None, name):
             rows.append(row := measure(name, changes))
             sizes = (row.state, row.arguments, row.planned, row.compiled)
             cells = [row.case, *(f"{size / 2**20:.2f}" for size in sizes), f"{row.ratio:.2f}"]
-            print(f"| {' | '.join(cells)} |", flush=True)
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
     print(f"\nplanned / compiled temporaries\n{summarize(rows)}")
-    if args.output:
-        found = [{**row._asdict(), "ratio": row.ratio} for row in rows]
-        args.output.write_text(json.dumps({"jax": jax.__version__, "rows": found}, indent=2) + "\n")
+    data = {"rows": [{**row._asdict(), "ratio": row.ratio} for row in rows]}
+    write_results(conditions, lines=lines, data=data, output=None, json_output=args.json)
 
 
 if __name__ == "__main__":

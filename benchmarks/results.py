@@ -1,4 +1,8 @@
-"""Records the conditions of a measurement, and writes results as Markdown and JSON."""
+"""Records the conditions of a measurement, and writes results as Markdown and JSON.
+
+The JSON file has the conditions, the tables as the report shows them, and what the benchmark adds.
+`docs/measured` has such files; `benchmarks.pictures` draws them.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -7,14 +11,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.mutations import write_section
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "torch")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "grain", "torch")
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -47,6 +51,14 @@ class Conditions:
             f"`{self.command}`, {self.date}, {versions}; {self.cores} cores of {self.processor}, "
             f"load {load} (1, 5, 15 minutes) when it began."
         )
+
+
+class Table(NamedTuple):
+    """A table of a report: the heading above it, the names of its columns, and its cells."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
 
 
 def note_conditions(module: str, argv: Sequence[str] | None) -> Conditions:
@@ -87,7 +99,7 @@ def write_results(
 
     Args:
       conditions: The conditions of the measurement, which the JSON file contains.
-      lines: The report in Markdown; the first line is its heading.
+      lines: The report in Markdown; the first line is its heading. The JSON file has its tables.
       data: The results for the JSON file; a `Fraction` becomes an integer or a float.
       output: A Markdown file; the report replaces its section with the same heading. `None` for no
         file.
@@ -96,9 +108,31 @@ def write_results(
     if output:
         write_section(output, "\n".join(lines))
     if json_output:
-        whole = {"conditions": dataclasses.asdict(conditions), **data}
+        tables = [table._asdict() for table in read_tables(lines)]
+        whole = {"conditions": dataclasses.asdict(conditions), "tables": tables, **data}
         text = json.dumps(whole, indent=2, default=plain, allow_nan=False)
         json_output.write_text(f"{text}\n", encoding="utf-8")
+
+
+def read_tables(lines: Iterable[str]) -> list[Table]:
+    """Reads the tables of a Markdown report."""
+    tables: list[Table] = []
+    title, is_inside = "", False
+    for line in "\n".join(lines).splitlines():
+        if line.startswith("#"):
+            title = line.lstrip("# ")
+        if not line.startswith("|"):
+            is_inside = False
+        elif not is_inside:
+            tables.append(Table(title, _cells(line), []))
+            is_inside = True
+        elif set(line) - set("|-: "):
+            tables[-1].rows.append(_cells(line))
+    return tables
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
 
 
 def plain(x: Any) -> Any:

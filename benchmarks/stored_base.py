@@ -1,6 +1,6 @@
 """Compares the error and the memory of a stored base model with those of bitsandbytes.
 
-    python -m benchmarks.stored_base
+    python -m benchmarks.stored_base [--json FILE.json]
 
 Each row of the table is one way to store the frozen kernels of a model: those of `quantized`, and
 those of bitsandbytes if it is installed. Both divide a kernel into the same blocks. *Bits* are the
@@ -11,9 +11,11 @@ deviation of the difference from the logits in float32, divided by the standard 
 logits, for a random Transformer of 4 layers of 256 features.
 """
 
+import argparse
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen import meta
 
+from benchmarks.results import note_conditions, write_results
 from benchmarks.turns import table
 from manualpar.core.trees import path_name
 from manualpar.models import Transformer
@@ -32,8 +35,14 @@ BLOCK = 64
 
 
 def main() -> None:
-    """Measures, and prints the table."""
-    print("\n".join(rows(ways(), size=1024)))
+    """Measures, and prints and writes the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="a JSON file")
+    args = parser.parse_args()
+    conditions = note_conditions("benchmarks.stored_base", None)
+    lines = rows(ways(), size=1024)
+    print("\n".join(lines))
+    write_results(conditions, lines=lines, data={}, output=None, json_output=args.json)
 
 
 def ways() -> dict[str, Store]:

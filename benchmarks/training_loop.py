@@ -1,7 +1,7 @@
 """Measures what a training run costs in addition to its steps: Python, checkpoints, resuming.
 
 python -m benchmarks.training_loop [--config configs/fsdp.py configs/fsdp_lm.py] [--steps N]
-    [--seconds 0.7] [--rounds 7] [--processes 3] [--devices N] [--output FILE.md]
+    [--seconds 0.7] [--rounds 7] [--processes 3] [--devices N] [--output FILE.md] [--json FILE.json]
 
 A *bare* loop only calls the training step; the training loop is the loop of a run. The loops run in
 turn, in short blocks. A result is the median of the ratios of two loops in the same round, with an
@@ -12,11 +12,7 @@ minutes on two cores; run it on an idle machine.
 
 import argparse
 import functools
-import importlib.metadata
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +26,7 @@ from benchmarks.checkpoint_costs import (
     measure_saving,
 )
 from benchmarks.loop_blocks import Bench
-from benchmarks.mutations import write_section
+from benchmarks.results import Conditions, note_conditions, write_results
 from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
 from manualpar.core.mesh.mesh import describe_mesh, simulate_devices
 from manualpar.errors import UsageError
@@ -38,7 +34,6 @@ from manualpar.system.reports.tables import describe_bytes
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = [ROOT / "configs" / "fsdp.py", ROOT / "configs" / "fsdp_lm.py"]
-PACKAGES = ("jax", "flax", "orbax-checkpoint", "grain")
 
 BARE = "bare: the step compiled ahead of time"
 BARE_JIT = "bare: the jitted step"
@@ -209,16 +204,12 @@ def measure_config(config: Path, arguments: argparse.Namespace) -> Iterator[list
         ]
 
 
-def introduction(command: str) -> list[str]:
+def introduction(conditions: Conditions) -> list[str]:
     """Describes the machine and the command, and how to read the report."""
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    load = os.getloadavg()[0]
     return [
         "## What training takes besides its steps",
         "",
-        f"`{command}`, {time.strftime('%Y-%m-%d')}, {', '.join(versions)}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} cores with a load of {load:.1f} when it "
-        "began.",
+        conditions.sentence(),
         "",
         "Medians, in brackets an interval for each. Ratios and differences are taken within a "
         "round. The loop records, writes, shows and watches as in a run, with nothing evaluated or "
@@ -246,22 +237,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=3, help="fresh and resumed ones to start")
     parser.add_argument("--devices", type=int, help="CPU devices to simulate")
     parser.add_argument("--output", type=Path, help="Markdown file that gets a section")
+    parser.add_argument("--json", type=Path, help="a JSON file")
     arguments = parser.parse_args(argv)
     if arguments.steps < 0 or arguments.steps == 1:
         parser.error(f"--steps is {arguments.steps}, expected at least 2, or 0.")
     if arguments.rounds < 1:
         parser.error(f"--rounds is {arguments.rounds}, expected at least 1.")
     simulate_devices(arguments.devices)
-    command = " ".join(["python -m benchmarks.training_loop", *(argv or sys.argv[1:])])
-    lines = introduction(command)
+    conditions = note_conditions("benchmarks.training_loop", argv)
+    lines = introduction(conditions)
     print("\n".join(lines), flush=True)
     for config in arguments.config:
         try:
             for part in measure_config(config, arguments):
                 print("\n".join(part), flush=True)
                 lines += part
-                if arguments.output:  # So an interrupted command has results.
-                    write_section(arguments.output, "\n".join(lines))
+                write_results(  # So an interrupted command has results.
+                    conditions,
+                    lines=lines,
+                    data={},
+                    output=arguments.output,
+                    json_output=arguments.json,
+                )
         except UsageError as error:
             parser.error(str(error))
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from manualpar.strategies.hsdp import hsdp
     from manualpar.strategies.zero import zero
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Batch",

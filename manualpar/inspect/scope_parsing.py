@@ -20,6 +20,7 @@ from manualpar.core.tracing.scopes import (
     CONTEXT_SCOPE,
     CROSS_ENTROPY_SCOPE,
     EXPERT_SCOPE,
+    GATHER_SCOPE,
     NEW_PARAMS_SCOPE,
     NONFINITE_SCOPE,
     OPTIMIZER_SCOPE,
@@ -61,6 +62,9 @@ _IN_CONTROL_FLOW = re.compile(r"while/(body|cond)(?=/|$)|cond/branch_\d+_fun(?=/
 _NAME = re.compile(r"[A-Za-z_][\w\-]*")
 _METHOD = re.compile(r"[A-Za-z_]\w*\.\w+")  # Flax's name for a method of the last module.
 _MINIBATCH = re.compile(r"minibatch(_\d+)?")
+# The path of a parameter in `op_name`. HLO's text has a backslash before each quote.
+_KEY = r"\[\\?'?(\w+)\\?'?\]"
+_PARAMETER = re.compile(rf"state\.params(?:{_KEY})+")
 
 
 # These functions are cached, because a program has many operations with the same scope.
@@ -127,8 +131,11 @@ def compiled_scopes(op_name: str) -> tuple[str, ...]:
     """Returns the scopes of a compiled instruction, from its `op_name`, without primitives.
 
     There are several scopes if XLA has merged operations: `prefix/(a/psum:b/psum)` gives `prefix/a`
-    and `prefix/b`.
+    and `prefix/b`. Since JAX 0.12 the gather of a parameter that XLA itself adds has the name of
+    this parameter: `state.params['a']['kernel']` gives `a/gather_params`.
     """
+    if _PARAMETER.fullmatch(op_name):
+        return ("/".join([*re.findall(_KEY, op_name)[:-1], GATHER_SCOPE]),)
     prefix, is_merged, rest = op_name.partition("/(")
     if not is_merged or not rest.endswith(")"):
         return (op_name.rpartition("/")[0],)

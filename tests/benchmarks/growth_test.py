@@ -19,7 +19,7 @@ def test_it_measures_in_processes_of_their_own(capsys):
     growth.main(
         ["--params", "4", "8", "--layers", "--ways", "nnx", "--rounds", "1", "--no_compile"]
     )
-    (_, _, _, _, plain, nnx) = capsys.readouterr().out.splitlines()
+    (_, _, _, _, _, plain, nnx) = capsys.readouterr().out.splitlines()
     assert (plain.split()[1], nnx.split()[1]) == ("plain", "nnx")
 
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from docs.run import main, matches, read_blocks
@@ -15,6 +16,9 @@ LONG = (
     *("tune_a_model", "all_axes", "experts", "plan_a_pod", "long_context", "your_own_model"),
     *("fine_tuning", "own_run"),
 )
+
+# They show compiled programs and reprs, which are others in earlier versions.
+OF_NEWEST_JAX = ("find_a_problem", "fsdp", "resume_elsewhere")
 
 
 def _pages():
@@ -31,6 +35,8 @@ def _pages():
     ],
 )
 def test_a_page_prints_what_it_shows(page):
+    if page.stem in OF_NEWEST_JAX and jax.__version_info__ < (0, 12):
+        pytest.skip("shows what JAX 0.12 prints")
     for library in ("transformers", "datasets"):
         if re.search(rf"^(import|from) {library}\b", page.read_text(), re.MULTILINE):
             pytest.importorskip(library, reason="pip install -e '.[interop]'")

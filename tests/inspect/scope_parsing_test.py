@@ -106,6 +106,8 @@ def test_scopes_of_what_was_merged():
         "jit(f)/dense/gather_params",
     )
     assert compiled_scopes("all_gather") == ("",)
+    added_by_xla = r"state.params[\'layers\'][0][\'dense\'][\'kernel\']"
+    assert compiled_scopes(added_by_xla) == ("layers/0/dense/gather_params",)
     merged = "jit(f)/shard_map/(sync_metrics/psum:a/count_examples/psum_invariant:psum)"
     scopes = compiled_scopes(merged)
     assert scopes == (

@@ -1,7 +1,7 @@
 """What a `Transformer` on any mesh must agree with: itself without an axis, in plain flax."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -52,7 +52,10 @@ def on_one_device(model: Transformer, make_batch: Callable[[], Batch]) -> Any:
     def loss_and_grads(params: Any) -> Any:
         def loss(params: Any) -> Any:
             # A function that is no module's is for logits.
-            return loss_of(model)(params, apply, batch, jax.random.key(0))
+            value, metrics = loss_of(model)(params, apply, batch, jax.random.key(0))
+            if isinstance(value, Mapping):
+                value = sum(total / count for total, count in value.values())
+            return value, metrics
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 

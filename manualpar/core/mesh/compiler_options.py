@@ -10,11 +10,11 @@ table.
 The figures are estimates of a full step of eight layers of width 2,048, with FSDP on all devices of
 a topology. For TPUs the planner estimates the time of the program that libtpu 0.0.42.1 compiles.
 For GPUs XLA's cost model estimates the time of the program that XLA's GPU compiler (jax 0.10.2)
-compiles. `benchmarks/README.md` has the tables. One H200 ran a step with and without the options:
-338.4 and 314.7 ms, where the compiled programs were estimated at 335.4 and 302.6. The loss is
-double buffering, which copies what a loop keeps for its backward pass; it costs nothing if the loop
-keeps only the results of products (276.0 ms). On eight H100s, which hide gathers behind it, it pays
-even for a loop that keeps everything: 22.6 to 21.2 ms.
+compiles. `benchmarks/README.md` has steps with and without options. One H200 ran a step with and
+without them: 338.4 and 314.7 ms, where the compiled programs were estimated at 335.4 and 302.6. The
+loss is double buffering, which copies what a loop keeps for its backward pass; it costs nothing if
+the loop keeps only the results of products (276.0 ms). On eight H100s, which hide gathers behind
+it, it pays even for a loop that keeps everything: 22.6 to 21.2 ms.
 
 A compiler refuses an option that it does not know, and compiler versions know different options. So
 `keep_if_known` first compiles a program of one operation with the options. If the compiler refuses

@@ -194,6 +194,28 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
         return jax.tree.map(cast, tree)
 
 
+def _cast_coefficients() -> None:
+    """Makes JAX 0.12 differentiate `erf`, thus exact GELU, under `check_vma=True`.
+
+    The derivative is a polynomial with constant coefficients. JAX casts the constants of other
+    operations to the type of the other operand, but refuses those of this one ("Primitive
+    polynomial requires varying manual axes to match"). So they are cast here; no number changes.
+    """
+    polynomial = getattr(jax.lax, "polynomial_p", None)  # JAX before 0.12 has none.
+    if polynomial is None:
+        return
+    bind = polynomial.bind
+
+    @functools.wraps(bind)
+    def cast_and_bind(*args: Any, **params: Any) -> Any:
+        return bind(*cast_to_varying(args, varying_axes(args)), **params)
+
+    polynomial.bind = cast_and_bind
+
+
+_cast_coefficients()
+
+
 def cast_with_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Casts the type of an array of flax's dtype `fm32` to varying over `axes`.
 

@@ -15,7 +15,7 @@ to the launcher they also have `--grace` seconds, to save and end, before SIGKIL
 
 The processes connect to each other only on the loopback interface, and share a secret token. But
 JAX's CPU collectives (gloo) in every process listen at the address of this host's name, and jax
-0.10.2 has no setting for this address; see docs/clusters.md.
+0.10.2 has no setting for this address; see docs/cluster_reference.md.
 
 The exit code is 0, or the code of the first process that failed: 128 plus the signal if a signal
 ended it. A line names this process and its signal or exit code. If several processes failed at

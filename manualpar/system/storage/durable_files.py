@@ -106,9 +106,9 @@ class AppendedFile:
     """A file to which records are appended without a buffer, each completely or not at all.
 
     Every method raises a `WriteError` if the file cannot be written. `write`, `sync` and `cut` also
-    raise a `WriteError` if the file was deleted or replaced, or if its size has changed. If it was
-    deleted and its folder still exists, its content is first written again, so that nothing is
-    lost.
+    raise a `WriteError` if the file was deleted or replaced, and `write` and `sync` if its size has
+    changed. If `write` or `sync` finds that the file was deleted, and its folder still exists, its
+    content is first written again, so that nothing is lost.
 
     Attributes:
       size: The bytes of the file.

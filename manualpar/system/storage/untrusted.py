@@ -6,9 +6,9 @@ exhausts the stack. A writer that follows a link, or that changes a file with a 
 link), destroys the content of another file. Here each of these cases raises an error whose message
 names the case.
 
-All files that this package writes on a disk are opened here, and a test looks for other places. A
-library may open files of its own, if this package made their folder new (Orbax, the profiler). Only
-a path that a user has named as the output of a command is followed wherever it leads.
+All files that this package writes on a disk are opened here, and a test looks for other places.
+Libraries open files of their own: Orbax, the profiler, and the trackers. Only a path that a user
+has named as the output of a command is followed wherever it leads.
 
 Every message is the end of a sentence that begins with the name of the file: `is a FIFO, ...`.
 """

@@ -192,7 +192,7 @@ def test_a_derivative_of_shards_is_refused(devices8):
     why = (
         "model: .* is differentiated within .* with nn.vjp, .*If you need only .* inputs, .*=False"
     )
-    here = r"at probe_test.py:\d+"
+    here = r"at loops_test.py:\d+"
     message = rf"of 'Dense_0' .*, in call {here} \(return dense\(x\)\): {why}"
     with pytest.raises(ValueError, match=message):
         build(Differentiated())

@@ -4,10 +4,10 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -171,7 +171,9 @@ def test_models_train_as_without_stages(
     others = {axis: size for axis, size in mesh.items() if axis != "stage"}
     expected = train(model, loss, batch, {"data": 2} | others, **options)
     got = train(model, loss, batch, {"data": 2} | mesh, pipeline=pipeline, **options)
-    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=2e-6)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        # Without stages, other sizes of the mesh differ by a third of this.
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
 
 
 def still(rngs: nnx.Rngs) -> NNXStack:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import os
+import re
 import resource
 import socket
 import sys
@@ -207,9 +208,10 @@ def test_a_run_whose_folder_is_not_shared_is_refused_before_it_compiles(processe
     script = f"if [ $MANUALPAR_PROCESS_ID = 1 ]; then cd {tmp_path / '1'}; fi"
     process = launched(processes, script, "train", "fsdp", f"--workdir={tmp_path.name}/run")
     assert process.wait() == 2, process.err
-    said = [line for line in lines_of_ours(process.err) if "Gloo" not in line]
+    *said, last = [line for line in lines_of_ours(process.err) if "Gloo" not in line]
     assert all("error: the hosts are not ready for this run: " in line for line in said), said
     assert len(said) == 2
+    assert re.fullmatch(r"process(es)? [01, ]+ ended with exit code 2", last)
 
 
 @pytest.mark.slow
