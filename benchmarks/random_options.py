@@ -44,10 +44,11 @@ def _draw_division(r: random.Random, row: Row) -> None:
         row["mode"], row["typed_mesh"] = "auto", False
     if r.random() < 0.6:  # Programs from 0 on move their states more often.
         row.pop("trip", None)
+    row["evaluates"] = row["evaluates"] and r.random() < 0.5
     is_diloco, is_large = row["strategy"] == "diloco", row["model"] == "transformer"
     if is_diloco and row["found"]:
         return
-    share = 0.1 if row["found"] else 1.0 if is_large else 0.5
+    share = 0.06 if row["found"] else 1.0 if is_large else 0.5
     if not is_diloco and r.random() < share:
         row["threads"] = _draw_trip(r, row)
         row["nan_at"] = False
