@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 INSTALLED_TO_TRAIN := $(VENV)/installed-to-train
 
-.PHONY: help train test test-slow test-minimum lint format docs lock clean
+.PHONY: help train test test-all test-slow test-minimum lint format docs lock clean
 
 help:
 	@echo 'make train         train a classifier with FSDP over eight simulated devices'
 	@echo '                   (more flags: make train ARGS="--config.seed=1")'
-	@echo 'make test          run the tests'
+	@echo 'make test          run the tests that your changes can reach; without changes, all'
+	@echo 'make test-all      run all tests'
 	@echo 'make test-slow     run the tests left out of `make test` because they take long'
 	@echo 'make test-minimum  run the tests with the oldest supported dependencies'
 	@echo 'make lint          check style and types'
@@ -25,6 +26,9 @@ train: $(INSTALLED_TO_TRAIN)
 	$(BIN)/python -m experiments.fsdp --config=configs/fsdp.py $(ARGS)
 
 test: $(INSTALLED)
+	$(BIN)/python -m pytest --changed $(ARGS)
+
+test-all: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(INSTALLED)

@@ -49,8 +49,8 @@ from manualpar.system.cluster.messages import (
     receive,
     send,
 )
-from manualpar.system.cluster.own_host import check_hub_limits, raise_limits
 from manualpar.system.cluster.preflight import peers
+from manualpar.system.cluster.this_host import check_hub_limits, raise_limits
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_SECONDS = 60.0  # Nothing is lost because this machine is busy with both ends.

@@ -7,9 +7,8 @@ import ast
 import functools
 import importlib
 import importlib.machinery
+import sys
 from typing import TYPE_CHECKING, Any
-
-from manualpar._moved import find_old_names, import_moved
 
 if TYPE_CHECKING:
     from manualpar.core.mesh.mesh import abstract_mesh, make_mesh, simulate_devices
@@ -82,7 +81,36 @@ __all__ = [
     "zero",
 ]
 
-find_old_names()
+# Modules that programs for release 0.2 import -> their names since release 0.3.
+MOVED = {
+    "manualpar.checkpoints": "manualpar.training.checkpoints",
+    "manualpar.cluster": "manualpar.system.cluster",
+    "manualpar.core.collectives": "manualpar.core.parameters.collectives",
+    "manualpar.core.strategy": "manualpar.core.modes.strategy",
+    "manualpar.extras": "manualpar.errors",
+    "manualpar.finetuning": "manualpar.models.finetuning",
+    "manualpar.generation": "manualpar.models.generation",
+    "manualpar.metrics": "manualpar.core.state.metrics",
+    "manualpar.pipeline": "manualpar.layers.pipeline",
+    "manualpar.pretrained": "manualpar.models.pretrained",
+    "manualpar.storage": "manualpar.system.storage",
+    "manualpar.training.cross_entropy": "manualpar.models.cross_entropy",
+    "manualpar.training.devices": "manualpar.core.mesh.mesh",
+    "manualpar.watching": "manualpar.training.monitoring",
+}
+
+
+class _OldNames:
+    """The last finder of modules, which names the new place of a module that has moved."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> None:
+        """Raises a `ModuleNotFoundError` for a module of `MOVED`; finds nothing else."""
+        if fullname in MOVED:
+            raise ModuleNotFoundError(f"{fullname} is {MOVED[fullname]} since release 0.3")
+
+
+sys.meta_path.append(_OldNames)
 
 
 @functools.cache
@@ -102,7 +130,9 @@ def __getattr__(name: str) -> Any:
         return value
     if importlib.machinery.PathFinder.find_spec(f"{__name__}.{name}", __path__):
         return importlib.import_module(f"{__name__}.{name}")
-    return import_moved(name)
+    now = MOVED.get(f"{__name__}.{name}")
+    more = f"; it is {now} since release 0.3" if now else ""
+    raise AttributeError(f"module 'manualpar' has no attribute {name!r}{more}")
 
 
 def __dir__() -> list[str]:

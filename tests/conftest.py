@@ -20,6 +20,7 @@ import pytest
 
 from manualpar.system.storage import BucketPath
 from tests import compiling
+from tests.changed import changed_files, reached_tests
 from tests.runs.small_runs import run_here
 from tests.system.cluster.processes import Processes
 from tests.system.storage.s3_server import BUCKET, s3_server, use_server
@@ -48,6 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of each test function run N cases, the first, the last and some between; "
         "all of one that is marked `every_case`",
     )
+    parser.addoption(
+        "--changed",
+        action="store_true",
+        help="run only what a change can reach, by imports; see `tests.changed`. All, if nothing "
+        "has changed",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,7 +76,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what `--each` does not ask for, after `-m` and `-k` have had their say."""
+    """Leaves out what `--changed` and `--each` do not ask for, after `-m` and `-k`."""
+    if config.getoption("changed") and (changed := changed_files()):
+        reached = reached_tests(changed)
+        others = [] if reached is None else [x for x in items if x.path not in reached]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     if (number := config.getoption("each")) is None:
         return
     cases: dict[str, list[pytest.Item]] = {}

@@ -9,13 +9,11 @@ import html
 import importlib
 import inspect
 import re
-import warnings
 from collections.abc import Collection
 from typing import Any
 
 import manualpar
 from docs.site.public_names import listed_names
-from manualpar._moved import new_name
 
 _FULL = re.compile(r"manualpar(?:\.[A-Za-z_]\w*)+")
 _SHORT = re.compile(r"([A-Za-z]\w*)((?:\.\w+)*)(\(.*\))?", re.DOTALL)
@@ -90,9 +88,9 @@ def find_entry(name: str) -> str | None:
             return None
         try:
             thing = _member(thing, part)
-        except (AttributeError, ModuleNotFoundError, DeprecationWarning):
+        except (AttributeError, ModuleNotFoundError):
             return None
-        # The old name of a module is an attribute too, once something has imported it.
+        # What a module has imported is its attribute too.
         if inspect.ismodule(thing) and not f"{name}.".startswith(f"{thing.__name__}."):
             return None
         entry = _entry_of(thing) or entry
@@ -108,13 +106,11 @@ def _member(thing: Any, name: str) -> Any:
         fields.update(re.findall(r"^ *(\w+)(?: \(.*\))?:", thing.__doc__ or "", re.MULTILINE))
         is_field = name in fields and not hasattr(thing, name)
         return None if is_field else inspect.getattr_static(thing, name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)  # An old name does not count.
-        if hasattr(thing, name):
-            return getattr(thing, name)
-        if not inspect.ismodule(thing) or new_name(f"{thing.__name__}.{name}"):
-            raise AttributeError(name)
-        return importlib.import_module(f"{thing.__name__}.{name}")
+    if hasattr(thing, name):
+        return getattr(thing, name)
+    if not inspect.ismodule(thing):
+        raise AttributeError(name)
+    return importlib.import_module(f"{thing.__name__}.{name}")
 
 
 def _entry_of(thing: Any) -> str | None:

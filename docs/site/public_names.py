@@ -161,8 +161,6 @@ GROUPS = (
             "manualpar.planner.tpu_compiler.compile_for_tpu",
             "manualpar.planner.gpu_compiler.compile_for_gpu",
             "manualpar.planner.closed_form.layout_search.rank_layouts",
-            "manualpar.planner.goodput.goodput",
-            "manualpar.planner.goodput.best_interval",
         ),
     ),
     Group(

@@ -46,19 +46,14 @@ def check_traced_steps(
 ) -> None:
     """Refuses traced steps in which collectives or derivatives of gathers would be wrong.
 
+    They would be wrong if some devices wait in a collective for ever, if the model constrains the
+    sharding of an array inside `shard_map`, if examples are gathered in another order than the
+    batch's order, or if the model differentiates a gathered parameter.
+
     Args:
-      name: The strategy's name, for messages.
-      train: The training step.
-      evaluate: The evaluation step.
       loss: The training loss without its gradient, see `Step.loss_only`. `None` if the training
         step has no gather whose derivative could be wrong (see `gathers_parameters`), or has
         checked its own loss.
-      data_axes: The mesh axes that split the batch.
-
-    Raises:
-      ValueError: Some devices would wait in a collective for ever; the model constrains the
-        sharding of an array inside `shard_map`; examples are gathered in another order than the
-        batch's order; or the model differentiates a gathered parameter.
     """
     for closed in (train, evaluate):
         for eqn in all_equations(closed.jaxpr):

@@ -298,10 +298,8 @@ class SequenceOperations:
         """Finds the `SplitValue`s of an operation's results, and gives the results value numbers.
 
         Args:
-          part: The operation on a device's positions.
           whole: The same operation on whole sequences.
           values: The `SplitValue`s of the operands.
-          numbers: The operands' value numbers.
 
         Raises:
           WrongOnShardsError: The operation is wrong, or it is not known to be right.
@@ -570,11 +568,6 @@ class SequenceWalk:
         Args:
           part: The trace on a device's positions. An argument is *split* if its shapes in `part`
             and `whole` differ, and *same* otherwise.
-          whole: The trace on all positions.
-
-        Raises:
-          ValueError: An operation is wrong or unknown. The message names the operation's module and
-            line.
         """
         return self._walk(part, whole, None, "")
 
@@ -673,7 +666,9 @@ class SequenceWalk:
         else:
             values, numbers = [x for x, _ in inputs], [number for _, number in inputs]
             values = self._operations.results(part, whole, values, numbers)
-            results = [(x, self._numbers.of(y)) for x, y in zip(values, part.outvars, strict=True)]
+            results = [
+                (x, self._numbers.number(y)) for x, y in zip(values, part.outvars, strict=True)
+            ]
         for variable, numbered in zip(part.outvars, results, strict=True):
             self._set(variable, numbered)
 
@@ -746,7 +741,7 @@ class SequenceWalk:
     def _read(self, part: Any, whole: Any) -> Numbered:
         """Finds the `SplitValue` and the value number of a variable or a constant."""
         part, whole = self._origin(part), self._origin(whole)
-        return self._value(part, whole), self._numbers.of(part)
+        return self._value(part, whole), self._numbers.number(part)
 
     def _value(self, part: Any, whole: Any) -> SplitValue:
         if (known := self._known(part)) is not None:
@@ -862,16 +857,6 @@ def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRo
 
     Nothing is checked if XLA writes the collectives, or if no axis of several devices splits dim 1
     of the batch. Code in `named_scope("context_parallel")` is trusted. Nothing is compiled.
-
-    Args:
-      strategy: The strategy's name, for messages.
-      model: The traced model and its loss.
-      batch: The abstract global batch.
-      roles: The roles of all mesh axes.
-
-    Raises:
-      ValueError: An operation mixes positions, or is not known to keep them separate. The message
-        names the operation's module.
     """
     axis = roles.context_axis
     if axis is None or not model.mode.writes_collectives or model.mode.mesh.shape[axis] == 1:

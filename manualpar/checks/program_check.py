@@ -8,18 +8,13 @@ from jax.sharding import PartitionSpec
 from manualpar.checks.collectives_check import check_traced_steps, gathers_parameters
 from manualpar.checks.context_check import check_context
 from manualpar.checks.trainable_check import check_trainable
-from manualpar.core.mesh.mesh_context import on_auto_axes
+from manualpar.core.mesh.mesh_context import with_auto_axes
 from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.program.program import Program
 
 
 def check_program(program: Program) -> None:
-    """Refuses a program whose model, options or traced steps are wrong; compiles nothing.
-
-    Raises:
-      ValueError: The model mixes positions that are on different devices, an option does not fit
-        the parameters, or a traced step could hang or take a wrong derivative.
-    """
+    """Refuses a program whose model, options or traced steps are wrong; compiles nothing."""
     name, step = program.strategy.name, program.step
     batch = shapes_of_batch(f"{name}: batch", program.abstract_batch)
     check_context(name, program.model, batch, program.roles)
@@ -31,6 +26,6 @@ def check_program(program: Program) -> None:
     train, evaluate = trace(program.train_step), trace(program.eval_step)
     loss = None
     if gathers_parameters(train) and not step.checks_loss:
-        loss_only = on_auto_axes(step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
+        loss_only = with_auto_axes(step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
         loss = trace(jax.jit(loss_only))
     check_traced_steps(name, train, evaluate, loss, data_axes=program.data_axes)

@@ -114,9 +114,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
     """Refuses an operation that is wrong on shards.
 
     Args:
-      shards: The equation on shards.
       whole: The same equation on whole arrays.
-      axis: The mesh axis over which arrays are split.
       devices: The number of devices along `axis`.
 
     Raises:
@@ -408,11 +406,11 @@ class ValueNumbers:
         """Returns a value number that no value has yet."""
         return next(self._fresh)
 
-    def of(self, variable: Any) -> int:
+    def number(self, variable: Any) -> int:
         """Returns the value number of a variable or a constant."""
         if not isinstance(variable, jex.Literal):
             return self._numbers.setdefault(variable, self.fresh())
-        number = self._of_expression(("literal", str(variable.aval), str(variable.val)))
+        number = self._expression_number(("literal", str(variable.aval), str(variable.val)))
         if not np.ndim(variable.val):
             self._scalars.add(number)
             if np.isrealobj(variable.val):
@@ -430,7 +428,7 @@ class ValueNumbers:
         terms = self._sum_of.get(numbers[0], numbers[0]) if name in _SUM_PRESERVING else None
         if name == "reduce_sum" and not variable.aval.shape:
             expression = ("sum of all", terms)
-        number = self._of_expression(expression)
+        number = self._expression_number(expression)
         if terms is not None:
             self._sum_of[number] = terms
         if math.prod(variable.aval.shape) == 1:
@@ -445,5 +443,5 @@ class ValueNumbers:
         """Returns the scalar constant that has a number; `None` if it belongs to no constant."""
         return self._constants.get(number)
 
-    def _of_expression(self, expression: Any) -> int:
+    def _expression_number(self, expression: Any) -> int:
         return self._expressions.setdefault(expression, self.fresh())

@@ -10,16 +10,7 @@ from manualpar.core.parameters.trainable import is_trained
 
 
 def check_trainable(strategy: str, model: TracedModel) -> None:
-    """Refuses globs that match no parameter, and trained parameters that cannot have a gradient.
-
-    Args:
-      strategy: The strategy's name, for messages.
-      model: The model and its parameters.
-
-    Raises:
-      ValueError: A glob matches no parameter's path; a trained parameter is neither floating nor
-        complex; or `frozen_dtype` is given and no parameter is frozen.
-    """
+    """Refuses globs that match no parameter, and trained parameters that cannot have a gradient."""
     infos = jax.tree.leaves(model.parameters)
     paths = [info.path for info in infos]
     for glob in model.trainable:

@@ -99,11 +99,7 @@ def show(text: str) -> None:
 
 
 def check_output_file(path: AnyPath | None) -> None:
-    """Checks, before any work, that the file of `--output` can be written.
-
-    Raises:
-      UsageError: The file is a folder, or it or its folder cannot be written to.
-    """
+    """Checks, before any work, that the file of `--output` can be written."""
     if not isinstance(path, Path):  # Nothing is tried in a bucket.
         return
     if path.is_dir():
@@ -118,11 +114,7 @@ def check_output_file(path: AnyPath | None) -> None:
 
 
 def write_output(path: AnyPath, text: str) -> None:
-    """Writes the file of `--output`; in a cluster only process 0 writes it.
-
-    Raises:
-      UsageError: The file cannot be written.
-    """
+    """Writes the file of `--output`; in a cluster only process 0 writes it."""
     if not is_main():
         return
     try:
@@ -138,9 +130,6 @@ def read_lines(path: str) -> list[dict[str, Any]]:
 
     If `path` does not end in `.jsonl`, a line that does not begin with `{` becomes
     `{"prompt": line}`.
-
-    Raises:
-      UsageError: The file cannot be read, or a line is not a JSON object.
 
     Communication:
       Process 0 reads the file. The other processes get the content by two small all-gathers.
@@ -182,13 +171,9 @@ def check_lines(
     """Checks the fields of a JSONL file's lines, to which the output will add fields.
 
     Args:
-      where: The name of the file, for messages.
       lines: The object of each line.
       texts: Names of fields that must be strings if a line has them.
       added: Names of fields that the output adds to each line, so a line must not have them.
-
-    Raises:
-      UsageError: A line breaks one of these rules; the message gives the number of the line.
     """
     for number, line in enumerate(lines, 1):
         for name in texts:

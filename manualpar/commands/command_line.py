@@ -71,8 +71,6 @@ def config_help(
     """Returns the text of `--help`.
 
     Args:
-      description: The first paragraphs.
-      path: The file of the config whose fields are shown.
       flags: The help of each flag of the command.
       added: The fields that only the configs of this command have.
     """
@@ -145,11 +143,7 @@ EXAMPLES: Mapping[str, str] = {
 
 
 def load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
-    """Loads a config and applies overrides, such as `--config.seed=1`, to it.
-
-    Raises:
-      UsageError: The file, or an override, is wrong.
-    """
+    """Loads a config and applies overrides, such as `--config.seed=1`, to it."""
     config = load_config(path)
     _check_fields(config, overrides)
     arguments = ["", *overrides]
@@ -247,16 +241,12 @@ def translate(
     """Translates the arguments of a command, without the program's name.
 
     Args:
-      arguments: The arguments.
       flags: The names of the command's flags, with underscores.
       switches: The flags among these that take no value, so that `--no-compile` turns one off.
       renamed: Old names of flags, each with its new name.
       positional: The flag that the arguments before the first flag are values of. Only `config`
         may have several.
       fields: The fields of a config that only this command has.
-
-    Raises:
-      UsageError: The value of `--mesh` is missing or malformed.
     """
     renamed = renamed or {}
     given = list(arguments)
@@ -293,11 +283,7 @@ def _is_field(name: str) -> bool:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parses the value of `--mesh`, such as `data=4,model=2`.
-
-    Raises:
-      UsageError: It is something else, or names an axis twice.
-    """
+    """Parses the value of `--mesh`, such as `data=4,model=2`."""
     mesh: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
@@ -448,8 +434,6 @@ def run_absl(
       work: Runs a parsed command line; returns the exit code.
       argv: The command line, the program's name first.
       usage: The first lines of `--help`; `{program}` in it stands for the program's name.
-      default_config: The config of a command line that names none.
-      syntax: The flags of the command.
     """
     parser = flags_parser(usage.replace("{program}", argv[0]), default_config, syntax)
     app.run(work, argv=list(argv), flags_parser=parser)
@@ -482,11 +466,7 @@ def flags_parser(
 def command_help(
     description: str, argv: Sequence[str], default_config: str | Path, syntax: Syntax
 ) -> str:
-    """Returns the text of `--help`, with the fields of the config that the command line names.
-
-    Raises:
-      UsageError: There is no such config, or its file is wrong.
-    """
+    """Returns the text of `--help`, with the fields of the config that the command line names."""
     arguments = [argument for argument in argv[1:] if argument not in HELP]
     given = translate(
         arguments, flags=syntax.flags, positional=syntax.positional, fields=syntax.fields

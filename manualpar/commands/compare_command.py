@@ -410,12 +410,7 @@ def _compiler_options(experiments: Sequence[tuple[str, Experiment]]) -> list[str
 
 
 def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
-    """Checks a config, builds the program of each pair, and lastly a program for one device.
-
-    Raises:
-      ValueError: The config contradicts itself or does not fit the devices; the message names the
-        field.
-    """
+    """Checks a config, builds the program of each pair, and lastly a program for one device."""
     for field in ("pairs", "compare", "parallel", "model"):
         if field not in config:
             raise ValueError(f"config.{field} is missing, expected it as in configs/compare.py.")

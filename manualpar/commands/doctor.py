@@ -65,7 +65,7 @@ from manualpar.system.cluster import (
     initialize,
 )
 from manualpar.system.cluster.facts import software_facts as versions_and_sources
-from manualpar.system.cluster.own_host import driver_version
+from manualpar.system.cluster.this_host import driver_version
 from manualpar.system.reports.help_text import (
     OneSentenceParser,
     list_flags,

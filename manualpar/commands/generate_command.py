@@ -1,14 +1,11 @@
 """Generates answers to prompts: streams one answer to the terminal, or writes many as JSONL."""
 
 import argparse
-import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from manualpar.commands.command_flags import (
     check_lines,
-    is_main,
     model_flags,
     output_line,
     read_lines,
@@ -16,16 +13,12 @@ from manualpar.commands.command_flags import (
     show,
     write_output,
 )
-from manualpar.commands.command_line import parse_mesh
 from manualpar.data.chat import Chats
 from manualpar.errors import UsageError
 from manualpar.models.generation.answers import Answer
 from manualpar.models.generation.generator import Generator, Prompt
-from manualpar.models.generation.speculative import Draft
-from manualpar.models.pretrained.tensor_files import CONFIG_FILE
-from manualpar.system.storage import AnyPath, path_flag
-from manualpar.training.load_run import Trained, load_directory, load_run
-from manualpar.training.workdir import FOLDER
+from manualpar.system.storage import path_flag
+from manualpar.training.load_run import Trained
 
 # The fields that an output line adds to the fields of the prompt's line.
 ADDED = ("text", "ending", "tokens")
@@ -51,7 +44,7 @@ USAGE = """Answers prompts with a run's newest checkpoint, or with a Hugging Fac
 {program} --workdir=<folder> --prompt="Once upon a time"
     [--temperature=0.8] [--top-k=<number>] [--top-p=<probability>]
     [--max-tokens=<number>] [--stop=<text> ...] [--seed=<number>] [--chat]
-    [--draft=<folder>] [--mesh=data=4,model=2] [--devices=<number>]
+    [--mesh=data=4,model=2] [--devices=<number>]
 {program} --hf=<directory> [--adapter=<directory of peft>] --prompts=<lines, .jsonl or ->
     [--output=<.jsonl>]
 
@@ -78,12 +71,9 @@ def main(argv: Sequence[str]) -> int:
     _length_flags(parser.add_argument_group("the end of an answer"))
     _draw_flags(parser.add_argument_group("draws"))
     _penalty_flags(parser.add_argument_group("changed probabilities"))
-    _draft_flags(parser.add_argument_group("speculative decoding"))
     flags = parser.parse_args(argv[1:])
 
     def work(trained: Trained, generator: Generator) -> None:
-        if flags.draft:
-            generator = _with_draft(trained, flags)
         options = {name: getattr(flags, name) for name in OPTIONS}
         if flags.prompt is not None and flags.samples > 1:
             raise UsageError(
@@ -94,16 +84,11 @@ def main(argv: Sequence[str]) -> int:
             _answer_all(trained, generator, flags, options)
             return
         prompts = _prompts(trained, flags, [{"prompt": flags.prompt}])
-        begin, pieces = "" if flags.chat else flags.prompt, []
+        begin = "" if flags.chat else flags.prompt
         for piece in generator.stream(trained.state, prompts, **options):
-            pieces.append(piece)
             show(begin + piece.text)
             begin = ""
         show("\n")
-        if flags.draft:
-            tokens = sum(piece.token is not None for piece in pieces)
-            drafted = sum(piece.is_drafted for piece in pieces)
-            _say_drafted([(tokens, drafted, pieces[-1].forward_passes)])
 
     return run_with_model(flags, work)
 
@@ -121,49 +106,6 @@ def _answer_all(
         write_output(flags.output, text)
     else:
         show(text)
-    if flags.draft:
-        counts = [(len(each.tokens), each.drafted, each.forward_passes) for each in answers]
-        _say_drafted(counts)
-
-
-def _with_draft(trained: Trained, flags: argparse.Namespace) -> Generator:
-    """Loads the model of `--draft` onto the mesh, and makes a generator that it drafts for."""
-    folder, mesh = flags.draft, parse_mesh(flags.mesh)
-    try:
-        # A run has a `config.json` of its own.
-        load: Any = load_run if (folder / FOLDER).is_dir() else load_directory
-        draft = load(folder, mesh=mesh)
-    except ValueError as error:
-        raise UsageError(f"--draft={folder}: {error}") from error
-    own, others = draft.tokenizer, trained.tokenizer
-    if own.fingerprint != others.fingerprint:
-        sizes = own.vocab_size, others.vocab_size
-        if sizes[0] != sizes[1] or any(
-            own.decode([token]) != others.decode([token]) for token in range(sizes[0])
-        ):
-            raise UsageError(
-                f"--draft={folder} has another tokenizer than the model, expected a draft model "
-                "with the same tokens."
-            )
-    if is_main():
-        print(f"drafts by {draft.described}", file=sys.stderr)
-    return Generator(
-        trained.program,
-        trained.tokenizer,
-        batch_size=flags.batch_size,
-        draft=Draft(draft.program, draft.state, flags.draft_tokens),
-    )
-
-
-def _say_drafted(counts: Iterable[tuple[int, int, int]]) -> None:
-    """Prints how many tokens were drafted, from (tokens, drafted, forward passes) of answers."""
-    tokens, drafted, passes = (sum(each) for each in zip((0, 0, 0), *counts, strict=True))
-    if is_main():
-        print(
-            f"{drafted} of {tokens} tokens were drafted; a forward pass gave "
-            f"{tokens / max(passes, 1):.2f} tokens of an answer",
-            file=sys.stderr,
-        )
 
 
 def _prompts(
@@ -252,31 +194,6 @@ def _penalty_flags(group: argparse._ArgumentGroup) -> None:
         metavar="TOKEN:NUMBER,...",
         help="Numbers to add to the logits of tokens, such as 50256:-100. [default none]",
     )
-
-
-def _draft_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--draft",
-        type=_model_folder,
-        help="The folder of a small model, a run's or a Hugging Face model's, which drafts tokens. "
-        "Answers stay the same.",
-    )
-    _number_flags(
-        group, ("--draft-tokens", int, 4, "The tokens that are drafted for each forward pass.")
-    )
-
-
-def _model_folder(text: str) -> AnyPath:
-    folder = path_flag(text)
-    # Nothing is tried in a bucket.
-    if isinstance(folder, Path) and not (
-        (folder / CONFIG_FILE).is_file() or (folder / FOLDER).is_dir()
-    ):
-        raise argparse.ArgumentTypeError(
-            f"{folder} has neither {CONFIG_FILE} nor {FOLDER}/, expected the directory of a "
-            "Hugging Face model, or the folder of a run"
-        )
-    return folder
 
 
 def _biases(text: str) -> dict[int, float]:

@@ -474,7 +474,10 @@ def draw_ledgers(
     Raises:
       MissingExtraError: matplotlib is not installed.
     """
-    panels = [(_sent(ledger), _held(ledger, bounds[name])) for name, ledger in ledgers.items()]
+    panels = [
+        (_sent_panel(ledger), _memory_panel(ledger, bounds[name]))
+        for name, ledger in ledgers.items()
+    ]
     lines = [max(2, len(sent.bars), len(held.bars)) for sent, held in panels]
     ends = [_ends([panel.longest for panel in column]) for column in zip(*panels, strict=True)]
     differ = any(len(set(column)) > 1 for column in ends)
@@ -496,7 +499,7 @@ def draw_ledgers(
             grid[row, 0].set_title(heading, fontweight="bold", pad=20)
 
 
-def _sent(ledger: Json) -> _Panel:
+def _sent_panel(ledger: Json) -> _Panel:
     """Makes the panel of the bytes that a step sends, by purpose, the largest first."""
     sums = sent_by(read_collectives(ledger), "purpose")
     parts = [
@@ -512,22 +515,22 @@ def _sent(ledger: Json) -> _Panel:
         bound = "at most " if ledger["predicted_is_bound"] else ""
         text = f"closed form {bound}{describe_bytes(predicted['total'])}"
         marks.append(_Mark(predicted["total"], CLOSED_FORM, text))
-    return _panel("sent", parts, marks + _as_compiled(ledger, "bytes"))
+    return _panel("sent", parts, marks + _compiled_marks(ledger, "bytes"))
 
 
-def _held(ledger: Json, bounds: Sequence[Bound]) -> _Panel:
+def _memory_panel(ledger: Json, bounds: Sequence[Bound]) -> _Panel:
     """Makes the panel of a step's peak memory, by class of arrays."""
     if not (memory := ledger["memory"]):
         return _Panel([Bar("memory: not known", [], "")], [])
     colors = {**pictures.MEMORY_COLORS, "other": pictures.GREY}
     parts = [(name, memory[name], color) for name, color in colors.items() if memory[name]]
-    marks = _as_compiled(ledger, "peak")
+    marks = _compiled_marks(ledger, "peak")
     for name, size in bounds:
         marks.append(_Mark(size, BOUND, describe_fit(memory["peak"], name, size)))
     return _panel("held", parts, marks)
 
 
-def _as_compiled(ledger: Json, key: str) -> list[_Mark]:
+def _compiled_marks(ledger: Json, key: str) -> list[_Mark]:
     compiled = ledger["compiled"]
     text = compiled and f"compiled {describe_bytes(compiled[key])}"
     return [_Mark(compiled[key], COMPILED, text)] if compiled else []
@@ -643,9 +646,6 @@ def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None =
     The width of a tick is the time of its slowest stage.
 
     Args:
-      table: The schedule's table.
-      path: The file to write.
-      title: The title of the picture.
       costs: The FLOPs of each part of a tick. Without costs, a backward pass takes as long as two
         forward passes, and nothing else takes time.
 
@@ -823,10 +823,6 @@ def read_ledger(
       `schedule`, see `read_schedule`; and `parts`, see `trained_parts`. A compiled collective also
       has a `purpose` and a `module`, as far as XLA has kept these names. If XLA merged several
       collectives, their names are joined with `+`.
-
-    Raises:
-      UsageError: The config contradicts itself or does not fit the devices, the step cannot be
-        read, or `needs_pipeline` is set and the step has no pipeline.
     """
     with users_mistakes(f"{named.path}: "):
         experiment = prepare(named.config, devices=None if compile else devices)

@@ -31,11 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_project(folder: Path) -> list[str]:
-    """Writes the project into a folder, and returns the names of its files.
-
-    Raises:
-      UsageError: The folder is not empty, or cannot be written to.
-    """
+    """Writes the project into a folder, and returns the names of its files."""
     if not re.search(r"\w", folder.absolute().name):
         raise UsageError(f"{str(folder)!r} is no folder's name, expected one such as my_project.")
     try:

@@ -6,7 +6,6 @@ it is installed. Its estimate is shown next to the roofline's estimate. `--compi
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +33,6 @@ from manualpar.planner.closed_form.layout_search import (
     trace_layout,
 )
 from manualpar.planner.compiler_worker import installed
-from manualpar.planner.goodput import HOUR, plan_goodput, print_goodput
 from manualpar.planner.gpu_compiler import GPU, compile_for_gpu
 from manualpar.planner.overlap_trial import compile_both
 from manualpar.planner.plan import StepEstimate
@@ -49,12 +47,12 @@ from manualpar.planner.plan_report import (
     print_traced,
     search_json,
 )
+from manualpar.planner.planned_experiment import planned_task, prepare_planned
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import has_kernel, read_work
 from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, throughput_of
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import TPU, compile_for_tpu
-from manualpar.planner.vocabulary import planned_task, prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports.tables import print_line
 from manualpar.training.config import flatten_config
@@ -66,7 +64,7 @@ USAGE = """Estimates a config's communication, memory and time on devices that a
 
 {program} [CONFIG] [--<field>=<value> ...] [--mesh=<axis>=<size>,...]
     [--topology=v5p:8x8x4] [--compiler=auto|tpu|gpu|none] [--search]
-    [--device-mtbf-hours=50000] [--output=<folder>]
+    [--output=<folder>]
 """
 COMPILERS = ("auto", "tpu", "gpu", "none")
 Curves = Mapping[str, Sequence[tuple[int, StepEstimate]]]
@@ -95,6 +93,8 @@ CLOSED_FORM: Mapping[str, Any] = {
 # How many of the fastest layouts are traced.
 TRACED = 1
 SEARCHES = ("search", "sweep", "layouts")
+# Flags of release 0.2 for an estimate that is gone. They are understood, and do nothing.
+GONE = ("device_mtbf_hours", "restart_seconds", "storage_bandwidth")
 FLAGS: Mapping[str, Flag] = {
     "topology": Flag(
         "The devices to plan for, such as v5p:8x8x4, 2xv5e:16x16 (two slices), h100:128 or "
@@ -118,21 +118,10 @@ FLAGS: Mapping[str, Flag] = {
     ),
     "sweep": Flag("Deprecated, use --search: ranks traced programs.", bool, False),
     "layouts": Flag("Deprecated, use --search: ranks layouts in closed form.", bool, False),
-    "device_mtbf_hours": Flag(
-        "Mean hours between two failures of a device. If given, the plan also gives the best "
-        "interval between saves, and the share of the time that is spent on training.",
-        int,
-        0,
-    ),
-    "restart_seconds": Flag(
-        "Seconds from a failure until all processes run again, with --device-mtbf-hours.", int, 600
-    ),
-    "storage_bandwidth": Flag(
-        "GB/s that the file system accepts from all processes together, with --device-mtbf-hours; "
-        "0 for no limit.",
-        int,
-        0,
-    ),
+    **{
+        name: Flag("Deprecated, does nothing: a plan has no estimate of saves.", int)
+        for name in GONE
+    },
     "output": OUTPUT,
 }
 
@@ -145,10 +134,7 @@ def _refine(line: CommandLine) -> None:
             f"--compiler={flags.compiler}: expected one of {', '.join(COMPILERS)}; the nearest one "
             f"is {nearest(flags.compiler, COMPILERS)}."
         )
-    for name in ("device_mtbf_hours", "restart_seconds", "storage_bandwidth"):
-        if getattr(flags, name) < 0:
-            raise UsageError(f"--{name}={getattr(flags, name)}: expected 0 or more.")
-    alone = [name for name in (*SEARCHES, "device_mtbf_hours") if getattr(flags, name)]
+    alone = [name for name in SEARCHES if getattr(flags, name)]
     if len(alone) > 1:
         raise UsageError(
             f"--{alone[1]} with --{alone[0]}: expected only one of these flags; to use another "
@@ -187,6 +173,14 @@ def plan_command(command: CommandLine) -> int:
             check_output(command.flags.output, parent)
             # Writes nothing before all estimates exist.
             flags = command.flags
+            for name in GONE:
+                if getattr(flags, name) is not None:
+                    print_line(
+                        console,
+                        f"--{name} does nothing, because plan no longer estimates what failures "
+                        "cost: times.jsonl says what a run really lost. The flag will be removed "
+                        "in the next release.",
+                    )
             work = _search if any(getattr(flags, name) for name in SEARCHES) else _plan
             write = work(command, console)
         with results_folder(command.flags.output, parent) as workdir:
@@ -221,17 +215,6 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
     print_plans(console, plans)
     print_sources(console, topology.chip)
     results: dict[str, Any] = {"plans": [plan.to_json() for plan in plans]}
-    flags = command.flags
-    if flags.device_mtbf_hours:
-        planned = plan_goodput(
-            experiment.program,
-            topology,
-            device_mtbf=flags.device_mtbf_hours * HOUR,
-            restart_seconds=flags.restart_seconds,
-            storage_bandwidth=flags.storage_bandwidth * 1e9 or math.inf,
-        )
-        print_goodput(console, planned)
-        results["goodput"] = planned.to_json()
 
     def write(workdir: Path) -> None:
         write_json(workdir / "plan.json", results)

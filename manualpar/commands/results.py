@@ -33,9 +33,6 @@ def answer(work: Callable[[rich.console.Console], Path]) -> int:
 
     `work` returns the folder, and raises a `UsageError` for a user's mistake. On Ctrl-C it may
     raise a `KeyboardInterrupt` whose argument is a text about the files written so far.
-
-    Returns:
-      The exit code.
     """
     started = time.perf_counter()
     quiet_absl()
@@ -78,11 +75,7 @@ def users_mistakes(where: str = "") -> Iterator[None]:
 
 
 def check_output(folder: Path | None, parent: Path) -> None:
-    """Checks, before any work, that `results_folder` can create its folder.
-
-    Raises:
-      ValueError: The folder cannot be written to, or holds a training.
-    """
+    """Checks, before any work, that `results_folder` can create its folder."""
     if folder is not None:
         check_workdir(folder, "--output")
     check_writable(folder or parent, "--output")
@@ -90,11 +83,7 @@ def check_output(folder: Path | None, parent: Path) -> None:
 
 @contextlib.contextmanager
 def results_folder(folder: Path | None, parent: Path) -> Iterator[Path]:
-    """Creates a folder for results: `folder`, or if `folder` is `None` a numbered one in `parent`.
-
-    Raises:
-      UsageError: The folder cannot be created, or code in the context cannot write to it.
-    """
+    """Creates a folder for results: `folder`, or if this is `None` a numbered one in `parent`."""
     try:
         folder = folder or create_numbered_folder(parent)
         folder.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,6 @@ def mixed_order(sizes: Sequence[int], shares: Sequence[int], seed: int) -> Order
     Args:
       sizes: The number of examples in each source.
       shares: The number of slots for each source; the sum is `SLOTS`, see `shares_of`.
-      seed: The seed of the order.
     """
     source_of, rank_of = _slots(shares, seed)
     orders = [endless_order(size, seed, number + 1) for number, size in enumerate(sizes)]

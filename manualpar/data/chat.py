@@ -74,9 +74,7 @@ class ChatEncoder:
     def example(self, fields: Mapping[str, Any]) -> np.ndarray:
         """Encodes a line as an example, `uint32[N]`.
 
-        Raises:
-          ValueError: The line is not an example. The caller puts the line's number before the
-            message.
+        If the line is not an example, the caller puts the line's number before the error's message.
         """
         (made,) = self._examples([fields])
         if isinstance(made, ValueError):
@@ -126,11 +124,7 @@ class Chats:
     """Encodes the messages of chats, as examples for training or as prompts."""
 
     def __init__(self, tokenizer: Tokenizer, template: str = "") -> None:
-        """Loads a template, see `load_templates`.
-
-        Raises:
-          ValueError: There is no template, or `tokenizer` is the tokenizer of bytes.
-        """
+        """Loads a template, see `load_templates`."""
         if not isinstance(tokenizer, FileTokenizer):
             raise ValueError(
                 "`tokenizer` is '', expected the directory of a tokenizer with a "
@@ -156,13 +150,11 @@ class Chats:
     def prompt(self, chat: Mapping[str, Any]) -> list[int]:
         """Encodes a chat as a prompt, which ends where the assistant begins to write.
 
+        The caller puts the line's number before an error's message.
+
         Args:
           chat: The fields of a line: `messages`, and optionally `tools`, `documents` and
             `chat_template_kwargs`.
-
-        Raises:
-          ValueError: `messages` is not a list of messages. The caller puts the line's number
-            before the error's message.
         """
         messages, given, template = self._checked(chat)
         text = template.prompt(messages, given)

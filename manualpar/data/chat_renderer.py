@@ -79,7 +79,7 @@ class Renderer:
         text, spans = self._render(messages, given, now), []
         for index, message in enumerate(messages):
             if message.get("role") == "assistant":
-                before = self._before(messages[:index], given, now)
+                before = self._render_before(messages[:index], given, now)
                 is_last = index + 1 == len(messages)
                 after = text if is_last else self._render(messages[: index + 1], given, now)
                 if not (after.startswith(before) and text.startswith(after)):
@@ -91,7 +91,9 @@ class Renderer:
                 spans.append((len(before), len(after)))
         return text, spans
 
-    def _before(self, messages: Messages, given: dict[str, Any], now: datetime.datetime) -> str:
+    def _render_before(
+        self, messages: Messages, given: dict[str, Any], now: datetime.datetime
+    ) -> str:
         """Renders the messages before a turn of the assistant, and the prompt for the turn."""
         try:
             return self._render(messages, given, now, prompt=True)
@@ -218,11 +220,7 @@ def _environment() -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Writes a value of lists, dicts, strings and numbers to the file's buffer.
-
-    Raises:
-      ValueError: The value contains an object of another type.
-    """
+    """Writes a value of lists, dicts, strings and numbers to the file's buffer."""
     data = marshal.dumps(message)
     file.write(len(data).to_bytes(LENGTH_BYTES, "big"))
     file.write(data)

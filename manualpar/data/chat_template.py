@@ -196,7 +196,6 @@ def choose_turns(
     Args:
       render: Renders messages with other variables, to a "text" or to a "prompt" for the
         assistant; returns `None` if the template refuses them.
-      tokens: The texts of the tokenizer's added tokens.
       end_token: See `spans_of`.
       has_tools: Whether the template writes calls of tools.
     """
@@ -293,14 +292,11 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], name: str = "") -> None:
         """Compiles a template.
 
+        The caller puts the template's name before an error's message.
+
         Args:
-          source: The text of the template.
           tokens: Maps the names of special tokens, such as `bos_token`, to their texts.
           name: The template's file, for error messages about chats.
-
-        Raises:
-          ValueError: `source` is not a template. The caller puts the template's name before the
-            message.
         """
         require("`source='chat'`", "jinja2")
         self._source, self._tokens, self._name = source, dict(tokens), name
@@ -313,11 +309,7 @@ class ChatTemplate:
             self._start()
 
     def choose_turns(self, added_tokens: Collection[str]) -> None:
-        """Sets `turns` to the family of a template without marks.
-
-        Args:
-          added_tokens: The texts of the tokenizer's added tokens.
-        """
+        """Sets `turns` to the family of a template without marks."""
         if self.has_marks:
             return
 
@@ -337,12 +329,7 @@ class ChatTemplate:
         return name in self._source
 
     def render(self, messages: Messages) -> tuple[str, list[Span]]:
-        """Renders a chat; returns its text and the spans that the assistant wrote, in order.
-
-        Raises:
-          ValueError: The template refuses the messages or exceeds its limits, or the assistant's
-            text cannot be found.
-        """
+        """Renders a chat; returns its text and the spans that the assistant wrote, in order."""
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(
@@ -496,9 +483,6 @@ class ChatTemplates:
           named: Maps names to templates; a template is its text, and its place for messages.
           tokens: See `ChatTemplate`.
           chosen: The template for chats that name none. By default their tools decide.
-
-        Raises:
-          ValueError: The template is no Jinja template.
         """
         self._named, self._tokens = dict(named), dict(tokens)
         self._compiled: dict[tuple[str, str], ChatTemplate] = {}
@@ -512,9 +496,6 @@ class ChatTemplates:
 
         It is the template that the chat names; or the one that the user chose; or `tool_use` for a
         chat with tools, if there is such a template; or `default`.
-
-        Raises:
-          ValueError: There is no such template, or it is no Jinja template.
         """
         names = ", ".join(map(repr, sorted(self._named))) or "none has a name"
         if name is not None:
@@ -550,10 +531,6 @@ def load_templates(template: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemp
     Args:
       template: The name of one of the tokenizer's templates; or a file with a template; or "" for
         the tokenizer's templates.
-      tokenizer: The tokenizer's files.
-
-    Raises:
-      ValueError: There is no template, or the text of the file is not a Jinja template.
     """
     tokens: dict[str, str] = {}
     config: Any = None

@@ -85,9 +85,6 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
       path: A file, a directory or a glob. A directory stands for all files in it and its
         subdirectories that have one of the source's `SUFFIXES` and are not hidden.
       source: One of `SUFFIXES`.
-
-    Raises:
-      ValueError: There are no files, or a file cannot be read.
     """
     found = files_of_path(path, SUFFIXES[source]) if path else []
     if not found:
@@ -122,7 +119,6 @@ def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Docum
 
     Raises:
       DamagedDataError: A file does not have the format of `source`, or lacks the column `field`.
-      ValueError: `field` is empty, or not allowed for `source`.
     """
     if not field:
         raise ValueError("`field` is '', expected the name of the field with the text.")
@@ -204,11 +200,7 @@ def _read_lines(part: DocumentRange) -> Iterator[Document]:
 
 
 def as_document(value: Any, where: str) -> Document:
-    """Converts a value to a document.
-
-    Raises:
-      ValueError: The value is neither a text nor a list of tokens. The message contains `where`.
-    """
+    """Converts a value to a document."""
     if isinstance(value, str):
         try:
             return value.encode()

@@ -84,11 +84,7 @@ class MixedSplit(Summarized):
 
 
 def parse_mixture(entries: Sequence[str], sources: Sequence[str]) -> list[Entry]:
-    """Parses the entries of `config.data.mixture`.
-
-    Raises:
-      ValueError: There is no entry, or an entry is malformed.
-    """
+    """Parses the entries of `config.data.mixture`."""
     if not entries:
         raise ValueError(
             "`mixture` is (), expected an entry 'WEIGHT SOURCE PATH' for each source, "
@@ -101,12 +97,7 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
     """Loads the sources of a mixture and mixes them.
 
     Args:
-      entries: The entries of the mixture.
       load: Loads the source of an entry.
-
-    Raises:
-      ValueError: A source cannot be loaded, has another tokenizer than the first source, or has a
-        weight that is too small.
     """
     shares = shares_of([entry.weight for entry in entries])
     for entry, share in zip(entries, shares, strict=True):

@@ -135,9 +135,6 @@ def pack(
         `"cut"` keeps their first `S` positions, and leaves out those that then have no learned
         token, and `"drop"` leaves all out.
       name: See `PackedSplit`.
-
-    Raises:
-      ValueError: Examples are too long and `long_examples` is "error", or no example is left.
     """
     positions = lengths.astype(np.int64) - 1
     is_long = positions > sequence_length

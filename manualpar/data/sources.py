@@ -52,14 +52,10 @@ def load_cached(
     """Opens a job's tokens from the cache; if the tokens are not in the cache, makes them first.
 
     Args:
-      job: The job that makes the tokens.
-      path: The path of the documents, for messages.
-      sequence_length: The number of tokens in a sequence.
       cache: The folder of the cache; "" for the default in the user's cache folder.
       long_examples: See `manualpar.data.packing.pack`.
 
     Raises:
-      ValueError: There is too much text, or the cache cannot be written to.
       DamagedDataError: A file is damaged.
     """
     if job.size > MOST_BYTES:

@@ -92,11 +92,7 @@ class TextFile:
 
 
 def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> LanguageDataset:
-    """Loads the files of `path` as sequences of tokens.
-
-    Raises:
-      ValueError: See `find_files` and `split_files`.
-    """
+    """Loads the files of `path` as sequences of tokens."""
     parts = split_files(find_files(path), path)
     fingerprint = make_fingerprint(
         "text",
@@ -143,9 +139,6 @@ def find_files(path: str) -> list[TextFile]:
       path: A file, a directory, a glob, or "". A directory stands for all files in it and its
         subdirectories, except for names that begin with a dot. In a glob, such as `~/code/**/*.py`,
         `**` stands for any directories. "" stands for the `.py` files of Python's standard library.
-
-    Raises:
-      ValueError: There are no files, or a file cannot be read.
     """
     files = files_of_path(path)
     described = repr(path)
@@ -168,9 +161,6 @@ def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
       path: A file, a directory or a glob, on a disk or in a bucket; or "" for Python's standard
         library.
       suffixes: The suffixes of the files to find in a directory; empty for all files.
-
-    Raises:
-      ValueError: A file cannot be read.
     """
     place = user_path(path)
     if isinstance(place, BucketPath):
@@ -244,9 +234,6 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
     The hash of a file's name, from 0 to 1, determines its split. Files with a hash below `HELD_OUT`
     are in eval, and files with a hash from there to `2 * HELD_OUT` are in test. If a split would be
     empty, it gets the next file.
-
-    Raises:
-      ValueError: There are fewer than three files. The message contains `path`.
     """
     if len(files) < len(SPLITS):
         raise ValueError(

@@ -83,7 +83,6 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
     """Makes all parts that still have to be made.
 
     Args:
-      work: The parts.
       processes: The number of processes. With 1 this process makes the parts.
       report: Called regularly with all the work done so far.
 
@@ -256,10 +255,6 @@ def make_job(
       held_out: The fraction of the documents in eval; test has the same fraction. Not used for
         `text`.
       template: See `Job`.
-
-    Raises:
-      ValueError: An argument is not allowed, or a file that an argument names is missing or
-        damaged.
     """
     parts: list[DocumentRange | TextPart] = []
     if source == "text":
@@ -299,14 +294,12 @@ def run_job(
     If an earlier call for an equal job was interrupted, this call completes its directory.
 
     Args:
-      job: The job to run.
       directory: The directory to make; its parents need not exist. If the directory is in a bucket,
         the files are made in the user's cache folder and then uploaded, the description last.
       processes: The number of processes that make tokens; 1 for only this process.
       report: Called regularly with the progress.
 
     Raises:
-      ValueError: The directory has other content, or a split would have no document.
       DamagedDataError: A file of documents is damaged, or a process was killed.
       OSError: The directory cannot be written to.
     """
@@ -335,7 +328,7 @@ def _run_job_for_bucket(
     A later call for an equal job uses the same local folder again.
     """
     if (directory / DESCRIPTION).is_file():
-        raise _in_the_way(directory)
+        raise _conflicting_files(directory)
     name = hashlib.blake2b(f"{directory} {job.key}".encode(), digest_size=8).hexdigest()
     made = user_cache() / "made" / name
     # If an earlier call stopped during the upload, the local files are complete already.
@@ -350,7 +343,7 @@ def _run_job_for_bucket(
     return written
 
 
-def _in_the_way(directory: AnyPath) -> ValueError:
+def _conflicting_files(directory: AnyPath) -> ValueError:
     return ValueError(
         f"output is {str(directory)!r}, which already holds token files or is a file; name another "
         "directory."
@@ -374,7 +367,7 @@ def _changed(path: AnyPath) -> int:
 
 def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> None:
     if (directory / DESCRIPTION).exists() or (directory.exists() and not directory.is_dir()):
-        raise _in_the_way(directory)
+        raise _conflicting_files(directory)
     parts.mkdir(parents=True, exist_ok=True)
     described = parts / JOB
     if described.exists():

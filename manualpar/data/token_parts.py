@@ -76,9 +76,6 @@ def write_part(
     """Writes a part's tokens to a file for each split, and then marks the part as finished.
 
     Args:
-      part: The part.
-      number: The number of the part among all parts.
-      parts: The folder for the files of all parts.
       encoder: Makes the tokens.
       count: Called regularly with the work done since the last call.
 

@@ -58,10 +58,6 @@ def write_token_files(
         fractions are fixed.
       template: The name of one of the tokenizer's chat templates, or a file with a template; "" for
         the tokenizer's template.
-      processes: The number of processes that make tokens.
-
-    Raises:
-      ValueError: There is no text or no tokenizer, or the directory is not empty.
     """
     with naming_arguments({"path": "`text`"}):
         job = make_job(

@@ -91,11 +91,10 @@ def guarded(action: Callable[[], T]) -> T:
 def check_tokenizer(fields: Mapping[str, Any]) -> None:
     """Refuses a tokenizer that would use all memory or never finish for an ordinary text.
 
+    The caller puts the tokenizer's file before an error's message.
+
     Args:
       fields: The content of a `tokenizer.json`.
-
-    Raises:
-      ValueError: The tokenizer is refused. The caller puts the tokenizer's file before the message.
     """
     with _held_stderr():
         chains = {
@@ -519,15 +518,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 def special_tokens(
     fields: dict[str, Any], names: tuple[str, ...] = ("bos_token", "eos_token")
 ) -> dict[str, str]:
-    """Returns the text of each special token in a `tokenizer_config.json`, by the token's field.
-
-    Args:
-      fields: The content of the file.
-      names: The fields of the special tokens to return.
-
-    Raises:
-      ValueError: A field is not a text, an object with a text, or null.
-    """
+    """Returns the text of each special token in a `tokenizer_config.json`, by the token's field."""
     found = {}
     for name in names:
         value = fields.get(name)

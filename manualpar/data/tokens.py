@@ -82,13 +82,8 @@ def load_tokens(
     a bucket and no `cache` is given, each sequence is read from the bucket when it is requested.
 
     Args:
-      path: The directory.
-      sequence_length: The number of tokens in a sequence.
       cache: The local folder to which the files of a bucket are copied; "" to copy nothing.
       long_examples: The treatment of examples that are longer than a sequence, see `pack`.
-
-    Raises:
-      ValueError: A file is missing, or does not match `tokens.json`.
     """
     directory = user_path(path)
     if isinstance(directory, BucketPath) and cache:

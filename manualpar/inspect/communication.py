@@ -474,9 +474,6 @@ def read_stage(
 
     A program without a pipeline has one stage. With `stage=None` the stage that sends the most is
     read (if equal, the first stage). `options` are the other arguments of `CollectiveReader`.
-
-    Returns:
-      The reader and the collectives.
     """
 
     def read(stage: int) -> tuple[CollectiveReader, tuple[Collective, ...]]:

@@ -126,11 +126,7 @@ class HloModule:
 
 
 def parse_module(text: str) -> HloModule:
-    """Parses the text of a module.
-
-    Raises:
-      ValueError: The text is not optimised HLO.
-    """
+    """Parses the text of a module."""
     computations: dict[str, dict[str, Instruction]] = {}
     entries, current = [], ""
     for line in _METADATA.sub("", text).splitlines():
@@ -254,9 +250,6 @@ def device_groups(module: HloModule, collective: Instruction) -> Groups:
 
     A group of a permutation is a set of devices connected by sends, so a permutation without pairs
     has no groups.
-
-    Raises:
-      ValueError: The groups are missing, or written in a form that this function cannot parse.
     """
     is_permute = collective.opcode.startswith("collective-permute")
     name = "source_target_pairs" if is_permute else "replica_groups"

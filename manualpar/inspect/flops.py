@@ -319,7 +319,7 @@ class TickParts:
         """Returns the scope of a part; with `together` all stages run it in the same ticks."""
         return self._scopes[part, together]
 
-    def of(self, scope: str) -> str:
+    def part_of(self, scope: str) -> str:
         """Returns the part of an operation with this scope; "" outside of a tick's parts.
 
         Forward and backward operations after the layers are one part. With one stage all parts run
@@ -343,7 +343,6 @@ def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
     Args:
       traced: The traced train step of a program with a pipeline, such as
         `program.train_step.trace(program.abstract_state, program.abstract_batch)`.
-      table: The schedule of the pipeline.
 
     Returns:
       The floating point operations of each part in one tick. With one stage, all operations count
@@ -353,7 +352,7 @@ def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
     parts = TickParts(table)
     for stage in sorted({0, table.num_stages - 1}):
         for product in ProductReader("stage_costs", stage=stage).read(traced.jaxpr.jaxpr):
-            part = parts.of(product.scope)
+            part = parts.part_of(product.scope)
             if part and (part == "after" or not stage):  # Chunks are the same on all stages.
                 costs[part] += float(product.flops / parts.runs(product.scope, stage))
     return Costs(**costs)

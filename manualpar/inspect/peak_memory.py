@@ -194,7 +194,7 @@ class FlatProgram:
             skipped = eqn.params["cond_nconsts"]
             first = skipped + eqn.params["body_nconsts"]
             inner, starts = eqn.params["body_jaxpr"], values[first:]
-            carry = self._like(inner.jaxpr.invars[first - skipped :], starts)
+            carry = self._add_like(inner.jaxpr.invars[first - skipped :], starts)
             body = self.flatten(inner, [*values[skipped:first], *carry], scope=scope)
             bodies = (dataclasses.replace(body, carried=_pairs(carry, body.results)),)
         elif name == "cond":
@@ -220,7 +220,7 @@ class FlatProgram:
         is_plain = len(contracted) == 1 and max(map(len, shapes)) <= len(batch) + 2
         if value is None or not batch or is_plain or order == sorted(order):
             return value
-        new = self._like([eqn.invars[side]], [value])
+        new = self._add_like([eqn.invars[side]], [value])
         operations.append(Operation("transpose", scope, (value,), (*new,)))
         return new[0]
 
@@ -232,14 +232,14 @@ class FlatProgram:
         if eqn.params["length"] == 1:  # Compilers make no loop of one iteration.
             return self._inline(inner, values, operations, scope=scope)
         first, size = scan_sizes(eqn.params)
-        arguments = self._like(inner.jaxpr.invars[first:], values[first:])
+        arguments = self._add_like(inner.jaxpr.invars[first:], values[first:])
         carry, slices = arguments[:size], arguments[size:]
         body = [
             Operation("dynamic_slice", scope, _without_constants([stacked]), (part,))
             for stacked, part in zip(values[first + size :], slices, strict=True)
         ]
         outputs = self._inline(inner, [*values[:first], *arguments], body, scope=scope)
-        made = self._like(eqn.outvars, outputs)
+        made = self._add_like(eqn.outvars, outputs)
         body = _with_stores(body, outputs[size:], made[size:], scope)
         loop = Body(body, outputs, _pairs(carry, outputs[:size]))
         over = _pairs(values[first : first + size], made[:size])
@@ -248,7 +248,7 @@ class FlatProgram:
         )
         return [*made]
 
-    def _like(self, variables: Sequence[Any], values: Sequence[int | None]) -> list[int]:
+    def _add_like(self, variables: Sequence[Any], values: Sequence[int | None]) -> list[int]:
         """Adds a value for each variable, split like the value at the same position of `values`."""
         return [
             self.add_value(
@@ -560,10 +560,8 @@ def find_peak(
     Args:
       operations: The operations, in their order.
       values: Every value, by number. Values that the compiler adds are appended.
-      kept: The values that are held to the end.
       replaced: Pairs of an argument and the new value that is stored in its memory, such as the old
         and the new parameters. The new value is held to the end.
-      fusion: The operations that the compiler fuses.
       elsewhere: Values that are stored in the memory of arrays outside of `operations`.
     """
     kept = {*kept, *(new for _, new in replaced)}

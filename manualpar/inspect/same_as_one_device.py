@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.axes import axis_tuple, names_to_spec
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.loss_function import Mean
 from manualpar.core.parameters.placement import ParameterInfo, Route, split_names, state_specs
@@ -88,7 +88,7 @@ def assert_same_as_one_device(
         keys = jax.random.split(state.rng)
         specs = (state_specs(trained(program.placements)), PartitionSpec(), PartitionSpec())
         gradients = program.step.gradients(batch)
-        run = jax.jit(on_auto_axes(gradients, mesh=mesh, out_specs=specs))
+        run = jax.jit(with_auto_axes(gradients, mesh=mesh, out_specs=specs))
         carried = state.collections, state.local
         grads, sums, _ = jax.device_get(run(state.params, carried, keys[1], batch))
         one, one_again = map(_on_one_device(program, state, batch), keys)

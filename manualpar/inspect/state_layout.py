@@ -94,7 +94,6 @@ def fit_widths(natural: Sequence[int], least: Sequence[int], total: int) -> list
     Args:
       natural: The widths without a limit.
       least: The smallest widths. If their sum is above `total`, they are the result.
-      total: The largest sum.
     """
     widths = list(natural)
     while sum(widths) > total:
@@ -153,7 +152,6 @@ def trained_parts(program: Program, collectives: Iterable[Collective]) -> dict[s
     """Counts trained and frozen parameters, and the bytes that are stored and sent for them.
 
     Args:
-      program: The program.
       collectives: The collectives of the program's traced step; none in modes other than `manual`.
 
     Returns:

@@ -94,8 +94,6 @@ def first_of_largest(
     Args:
       top: `[...]`, a device's largest logit.
       index: `int[...]`, the column of this logit on the device.
-      size: The number of columns of a device.
-      axes: The mesh axes that the columns are split over.
 
     Returns:
       `int32[...]`, the same on all devices along `axes`; among equal logits the first wins.
@@ -145,11 +143,7 @@ def index_here(
 
 
 def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether, by its type, `x` varies over `axes`.
-
-    Raises:
-      ValueError: `x` varies over only some of `axes`.
-    """
+    """Returns whether, by its type, `x` varies over `axes`."""
     varying = varying_axes(x) & set(axes)
     if varying and varying != set(axes):
         raise ValueError(
@@ -161,12 +155,7 @@ def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
 
 
 def check_labels(function: str, x: jax.Array, labels: jax.Array, *, what: str = "logits") -> None:
-    """Refuses labels that are not one integer for each row of `x`; the message names `x` by `what`.
-
-    Raises:
-      ValueError: The shapes differ.
-      TypeError: The labels are not integers, or `x` is not floating-point.
-    """
+    """Refuses labels that are not one integer for each row of `x`; `what` names `x` in errors."""
     if labels.shape != x.shape[:-1]:
         raise ValueError(
             f"{function}: labels have the shape {labels.shape}, expected {x.shape[:-1]}: one for "
@@ -182,11 +171,7 @@ def check_labels(function: str, x: jax.Array, labels: jax.Array, *, what: str = 
 
 
 def check_same_labels(function: str, labels: jax.Array, axes: tuple[str, ...]) -> None:
-    """Refuses labels that differ along axes that split the columns.
-
-    Raises:
-      ValueError: The labels vary over some of these axes by their type.
-    """
+    """Refuses labels that differ along axes that split the columns."""
     if varying_axes(labels) & set(axes):
         raise ValueError(
             f"{function}: labels vary over {axes} by their type, expected the same "
@@ -333,10 +318,6 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
 
     Logits and labels vary over the axes that split the examples. Only logits vary over the axis
     that splits the vocabulary.
-
-    Raises:
-      ValueError: The types do not show the axis, because the labels are constants, or because only
-        the logits vary over several axes.
     """
     axes = varying_axes(logits) - varying_axes(labels)
     if axes and not varying_axes(labels):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 
 from manualpar.layers.attention.context import Context
-from manualpar.layers.field_groups import find_fields, replace_in_groups
+from manualpar.layers.model_fields import find_fields, replace_in_groups
 from manualpar.layers.moe.experts import Experts
 from manualpar.models.layer_config import Attention, Mlp, Norm, Scales, Split
 from manualpar.models.rotary import Rotary
@@ -49,9 +49,6 @@ def nest_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     Args:
       fields: Arguments, some of them under flat names. If a group is given too, flat names replace
         fields of this group.
-
-    Raises:
-      ValueError: Values are out of range, or do not fit each other.
     """
     nested = {name: value for name, value in fields.items() if not _is_flat(name, value)}
     changes: dict[str, dict[tuple[str, ...], Any]] = {}
@@ -70,9 +67,6 @@ def with_fields(model: Model, **fields: Any) -> Model:
     ```python
     with_fields(model, num_layers=2, attention_window=4096)
     ```
-
-    Raises:
-      ValueError: See `nest_fields`.
     """
     groups = {name: getattr(model, name) for name in GROUPS}
     return model.clone(**nest_fields(groups | fields))

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from manualpar.layers import SplitDense
 from manualpar.layers.attention.blockwise_attention import Scoring
+from manualpar.layers.attention.causal_attention import ATTENTION_KINDS, AttentionKind
 from manualpar.layers.attention.context import Context
-from manualpar.layers.attention.kinds import ATTENTION_KINDS, AttentionKind
-from manualpar.layers.field_groups import (
+from manualpar.layers.model_fields import (
     MOST_WRITTEN_OUT,
     FieldGroup,
     config_field,
@@ -77,7 +77,7 @@ class Attention(FieldGroup):
     """The settings of attention in all layers.
 
     Attributes:
-      kind: The implementation of attention, see `manualpar.layers.attention.kinds`: `"splash"`,
+      kind: The implementation of attention, see `manualpar.layers.attention.attention`: `"splash"`,
         `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the mesh.
       window: How many positions a query sees, up to and including its own; 0 for all.
       global_every: The length of a group of layers, of which the last layer sees all positions and

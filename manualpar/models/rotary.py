@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from manualpar.layers.field_groups import FieldGroup, config_field, refuse, refuse_unknown
+from manualpar.layers.model_fields import FieldGroup, config_field, refuse, refuse_unknown
 
 RotaryKind = Literal["", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional"]
 ROTARY_KINDS: tuple[RotaryKind, ...] = get_args(RotaryKind)
@@ -101,10 +101,10 @@ class RotaryScaling(FieldGroup):
     ) -> jax.Array:
         """Returns the frequencies, in radians per position, of `size / 2` pairs of features.
 
-        They are `float32[size/2]`, or `float32[..., size/2]` if they depend on the lengths of
-        sequences, `int32[...]`. `None` stands for a length that is at most `original_length`.
+        They are `float32[size/2]`, or `float32[B, size/2]` if they depend on the lengths of `B`
+        sequences, `int32[B]`. `None` stands for a length that is at most `original_length`.
         """
-        if self.needs_length and isinstance(length, jax.Array) and length.ndim:
+        if self.needs_length and isinstance(length, jax.Array) and length.ndim == 1:
             each: jax.Array = jax.vmap(lambda own: self.frequencies(base, size, length=own))(length)
             return each
         exponents = jnp.arange(0, size, 2, dtype=jnp.float32) / size
@@ -208,11 +208,9 @@ def rotary_angles(
     Args:
       positions: `int32[S]`, or `int32[B, S]` for angles `[B, S, R/2]`.
       head_size: The features of a head, `H`.
-      base: The base of the frequencies.
-      scaling: Slows rotations down.
       features: See `Rotary`.
-      length: The number of positions of the sequence, or `int32[B]` for each sequence, or
-        `int32[B, S]` for each position. Only some kinds of scaling need it.
+      length: The number of positions of the sequence, or `int32[B]` for each sequence. Only some
+        kinds of scaling need it.
     """
     size = features or head_size
     if scaling.kind == "proportional":
@@ -224,7 +222,7 @@ def rotary_angles(
     if frequencies.ndim == 1:
         return jnp.multiply.outer(places, frequencies)
     places = places if places.ndim == 2 else places[None]
-    return places[..., None] * (frequencies if frequencies.ndim == 3 else frequencies[:, None])
+    return places[..., None] * frequencies[:, None]
 
 
 def rotate(

@@ -37,8 +37,8 @@ from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
 from manualpar.layers.boundaries import bound_axes, platform_traced_for
-from manualpar.layers.field_groups import config_field, refuse, refuse_unknown
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
+from manualpar.layers.model_fields import config_field, refuse, refuse_unknown
 from manualpar.layers.moe.experts import Experts
 from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES
 from manualpar.models.flat_fields import understand_flat_names
@@ -173,15 +173,11 @@ def run_layers(
     """Runs all layers, which become submodules of the calling module.
 
     Args:
-      model: The model that has the layers.
       config: The layers' config; the local layers' config if there are two kinds.
       x_BSD: The residual stream, see `Layer`.
       angles: The angles of both kinds; all layers use `of_global` if there is only one kind.
       document_BS: See `Layer`.
       rows: See `Transformer`.
-
-    Returns:
-      The residual stream, of the shape of `x_BSD`.
 
     Communication:
       The communication of the layers.
@@ -489,8 +485,6 @@ def context_on(model: "Transformer", sizes: Mapping[str, int], platform: str) ->
     """Returns a model's context on devices, with the communication that `"auto"` stands for.
 
     Args:
-      model: The model.
-      sizes: The sizes of the mesh axes.
       platform: The platform of the devices, such as `"gpu"`; `""` if it is not known.
     """
     devices = sizes.get(model.context.axis or "", 1)
@@ -500,15 +494,11 @@ def context_on(model: "Transformer", sizes: Mapping[str, int], platform: str) ->
 def check_lengths(model: "Transformer", prompts: Iterable[int], max_tokens: int) -> None:
     """Refuses answers of `max_tokens` tokens whose positions the model cannot represent.
 
-    Args:
-      model: The model.
-      prompts: The number of tokens of each prompt.
-      max_tokens: The most tokens of an answer.
+    With the scaling `"longrope"`, an answer must not cross the original length, because the keys
+    that are kept have been rotated by the factors of short sequences.
 
-    Raises:
-      ValueError: An answer is longer than the table of learned positions. Or the kind of scaling is
-        `"longrope"`, and an answer crosses the original length: the keys that are kept have been
-        rotated by the factors of short sequences.
+    Args:
+      prompts: The number of tokens of each prompt.
     """
     rotary, scaling = model.rotary, model.rotary.scaling
     for index, length in enumerate(prompts):
@@ -526,11 +516,7 @@ def check_lengths(model: "Transformer", prompts: Iterable[int], max_tokens: int)
 
 
 def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens and the documents of packed inputs.
-
-    Raises:
-      ValueError: The inputs have other names, or their arrays do not fit each other.
-    """
+    """Returns the tokens and the documents of packed inputs."""
     if set(inputs) != {"tokens", "documents"}:
         raise ValueError(
             f"Transformer: inputs have {', '.join(sorted(inputs)) or 'nothing'}, expected 'tokens' "
@@ -671,9 +657,9 @@ class Transformer(nn.Module):
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
           rows: For generation, see `manualpar.layers.attention.key_value_cache`: `Prompts` if the
-            tokens are complete prompts, or `Past` if `tokens` are new tokens of each row. With
-            `Past` the call reads the keys and values of earlier tokens from the collection `cache`.
-            New keys and values go to the collection `new_keys`.
+            tokens are complete prompts, or `Past` if `tokens` are one new token for each row,
+            `int32[B, 1]`. With `Past` the call reads the keys and values of earlier tokens from the
+            collection `cache`. New keys and values go to the collection `new_keys`.
 
         Returns:
           Without labels `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of
@@ -681,8 +667,7 @@ class Transformer(nn.Module):
           part, `[B/data, S/context, V/split]`, see `split_cross_entropy`. With labels the pair that
           `head_cross_entropy` returns, `float32` and `bool[B/data, S/context]`: the losses in nats,
           and whether the largest logit is the label's. So a large vocabulary needs no array of all
-          logits. With `Prompts` the logits at the last token of each row, `float32[B, 1, V]`; with
-          `Past` at all new tokens, `float32[B, S, V]`.
+          logits. With `rows` the logits at the last token of each row, `float32[B, V]`.
 
         Raises:
           ValueError: `tokens` or a field of the model is out of range; the message names it.
@@ -721,7 +706,7 @@ class Transformer(nn.Module):
             x_BSD = x_BSD * jnp.asarray(self.scales.embedding, config.dtype)
         document_BS = None
         if isinstance(rows, Past):
-            positions = rows.position
+            positions = rows.position[:, None]
         else:
             positions = config.context.positions(tokens.shape[1])
             document_BS = documents
@@ -743,7 +728,8 @@ class Transformer(nn.Module):
         of_head: Any = {"axis": self.split.axis, "vocab_size": self.vocab_size}
         of_head["soft_cap"] = self.logit_soft_cap or None
         if labels is None:
-            return head_logits(x_BSD, head_DV, **of_head)
+            logits = head_logits(x_BSD, head_DV, **of_head)
+            return logits if rows is None else logits[:, 0]
         if train:
             of_head |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         return head_cross_entropy(x_BSD, head_DV, labels, **of_head)
@@ -774,7 +760,7 @@ class Transformer(nn.Module):
         return rows.astype(x_BSD.dtype)
 
     def _length(self, tokens: jax.Array, rows: Prompts | Past | None) -> int | jax.Array:
-        """Returns the positions of a sequence, or up to each row's end or each new token."""
+        """Returns the number of positions of a sequence, or of each row in generation."""
         if isinstance(rows, Past):
             return rows.position + 1
         if isinstance(rows, Prompts):

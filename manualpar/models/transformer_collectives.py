@@ -53,7 +53,6 @@ def transformer_sends(
     Args:
       program: A program of `model` in mode `manual`, with the loss `language_model_loss` or
         `mixture_of_experts_loss`. `model.experts.axis` must shard the batch too.
-      model: The model.
       stage: The pipeline stage whose collectives are counted, if there is a pipeline.
 
     Returns:
@@ -62,10 +61,6 @@ def transformer_sends(
       parameters and gradients are not included, because `step_bytes` predicts their bytes; the two
       predictions together cover all collectives over `split.axis`. With `overlap="ring"` the result
       lists the layers' all-gathers and reduce-scatters, although permutes send their bytes.
-
-    Raises:
-      ValueError: There is no closed form for documents in a pipeline with a context axis, and none
-        for dense layers before a pipeline's experts.
     """
     form = PipelineForm(program) if program.pipeline else None
     keeps_inputs = form is not None and form.run.keep == "inputs"

@@ -337,7 +337,7 @@ class SelfAttention(nn.Module):
         """Multiplies queries by the factors that grow with their positions."""
         how = self.config.attention
         if isinstance(rows, Past):
-            positions = rows.position
+            positions = rows.position[:, None]
         else:
             positions = self.config.context.positions(query_BSNH.shape[1])[None]
         number = jnp.floor((positions.astype(jnp.float32) + 1) / how.score_growth_length)

@@ -263,9 +263,7 @@ def wire_by_links(
     """Builds a function that returns which links a collective occupies, and for how long.
 
     Args:
-      topology: A torus.
       places: The slice and the coordinates of each device, in the order of the program.
-      wire_seconds: The time of a collective that uses all links.
       apart: Whether each link is a separate resource. If not, every collective occupies all links,
         and a permutation takes `wire_seconds`.
     """
@@ -435,11 +433,7 @@ class CompiledStep(Summarized):
 
 
 def plan_of(step: CompiledStep) -> StepEstimate:
-    """Makes the `StepEstimate` of a compiled step: its memory and its time.
-
-    Raises:
-      ValueError: The program has no known timeline, see `read_timeline`.
-    """
+    """Makes the `StepEstimate` of a compiled step: its memory and its time."""
     facts, topology, chip = step.facts, step.topology, step.topology.chip
     common: dict[str, Any] = {
         "name": facts["name"],

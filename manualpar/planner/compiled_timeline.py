@@ -80,11 +80,7 @@ def rendezvous_of(instruction: Instruction) -> str:
 
 
 def kind_of_transfer(send: Instruction) -> Kind:
-    """Returns the kind of the collective that the hosts run.
-
-    Raises:
-      ValueError: The kind is not known here, so neither are its bytes.
-    """
+    """Returns the kind of the collective that the hosts run."""
     name = send.found(r'_xla_megascale_transfer_type="(\w*)"')
     if name not in KIND_OF_TRANSFER:
         raise ValueError(
@@ -100,9 +96,6 @@ def slice_groups(send: Instruction, chips_per_slice: int) -> Groups:
 
     The slices are the major part of the mesh. Only which slices a group has is exact: chips of one
     slice may be in another order on the mesh.
-
-    Raises:
-      ValueError: The groups are written in a form that this function cannot parse.
     """
     target = send.attribute("_xla_megascale_target").partition("_xla_")[0]
     if square := re.match(r'"\{([\d,]+)\}x', target):
@@ -226,10 +219,6 @@ def read_timeline(
     Returns:
       The program's timeline. A conditional takes the branch that computes most (if equal, the
       branch that sends most).
-
-    Raises:
-      ValueError: The text is no scheduled module; a loop has no known number of iterations; or a
-        collective is of a kind whose bytes are not known here.
     """
     header = text.partition("\n")[0]
     if not header.startswith("HloModule") or "is_scheduled=true" not in header:

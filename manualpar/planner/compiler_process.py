@@ -69,15 +69,12 @@ def run_compiler(
     """Compiles a config's training step for a topology.
 
     Args:
-      compiler: The compiler for the topology's devices.
-      config: A training config.
       topology: The topology, or its name.
       options: Additional compiler options, which override the options that
         `config.parallel.overlap` chooses; see `manualpar.core.mesh.compiler_options`.
       vocab_size: The tokens of a language model's vocabulary; 0 for the vocabulary of its data.
 
     Raises:
-      ValueError: The config contradicts itself or does not fit the topology.
       CompilerError: The compiler is not installed, does not know the topology or an option,
         crashes, or takes too long.
     """

@@ -27,9 +27,9 @@ from manualpar.core.mesh.mesh import describe_links
 from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.core.tracing.thread_patches import replaced_in_thread
 from manualpar.inspect import state_bytes
-from manualpar.layers.attention.kinds import Device, planned_device
+from manualpar.layers.attention.causal_attention import Device, planned_device
 from manualpar.planner.hardware import chip_named, kernels_in
-from manualpar.planner.vocabulary import prepare_planned
+from manualpar.planner.planned_experiment import prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.system.storage.untrusted import write_file
 from manualpar.training.experiment import Experiment

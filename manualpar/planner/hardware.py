@@ -37,7 +37,7 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.inspect.compiled import Instruction, Instructions, array_bytes, arrays
 from manualpar.inspect.flops import flops_of, product_dtype
-from manualpar.layers.attention.kinds import Device
+from manualpar.layers.attention.causal_attention import Device
 from manualpar.training.monitoring.throughput import PEAKS, peak_flops
 
 GIGA, GIB, MICRO = 1e9, 2**30, 1e-6
@@ -146,7 +146,7 @@ class Chip:
 
     @property
     def device(self) -> Device:
-        """The chip as the choice of attention sees it (`manualpar.layers.attention.kinds`)."""
+        """The chip, as the choice of attention sees it."""
         return Device("tpu" if self.is_tpu else "gpu", self.compute_capability, self.hbm_bytes)
 
     def peak(self, dtype: str) -> float:

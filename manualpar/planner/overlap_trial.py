@@ -29,16 +29,11 @@ def compile_both(
 
     Args:
       compile_for: `compile_for_tpu` or `compile_for_gpu`.
-      config: A training config.
-      topology: The devices.
       vocab_size: The tokens of a language model's vocabulary; 0 for the vocabulary of its data.
 
     Returns:
       The estimates, the better one first: the one that fits, or the faster one. Its notes begin
       with the reason. There is a single estimate if the options change neither time nor memory.
-
-    Raises:
-      ValueError: See `compile_for`.
     """
     plan = compile_for(config, topology, vocab_size=vocab_size)
     used = plan.peak_bytes / plan.hbm_bytes

@@ -78,7 +78,7 @@ def estimate(
     chip = topology.chip
     clock = Clock(work, topology, {} if rings is None else rings)
     timed = clock.time(work.collectives)
-    part_of = work.pipeline.parts.of if work.pipeline else lambda _: ""
+    part_of = work.pipeline.parts.part_of if work.pipeline else lambda _: ""
     products = [x for x in work.products if not part_of(x.scope)]
     by_part = grouped((part_of(x.collective.scope), x) for x in timed)
     not_in_ticks = by_part.pop("", [])

@@ -37,7 +37,7 @@ from manualpar.inspect.communication import Around, Collective, read_stage, summ
 from manualpar.inspect.flops import Product, TickParts, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
-from manualpar.layers.attention.kinds import best_kind
+from manualpar.layers.attention.causal_attention import best_kind
 from manualpar.models import Transformer
 from manualpar.models.transformer import context_on, heads_of_device, size_of_head
 from manualpar.planner.hardware import Chip
@@ -167,7 +167,7 @@ def read_work(
         products = _merged(computing.read(jaxpr, around), parts)
         runs = {}
         for scope in {*(x.scope for x in products), *(x.scope for x in sent)}:
-            if parts and (part := parts.of(scope)):
+            if parts and (part := parts.part_of(scope)):
                 runs[part] = parts.runs(scope, sending.stage)
         return _Read(sent, products, runs, [*sending.notes, *computing.notes])
 
@@ -230,7 +230,7 @@ def _merged(
     """Adds up products that differ only in their module; an unrolled model has many of these."""
     groups: dict[Any, list[Product[Fraction]]] = {}
     for product in products:
-        part = parts.of(product.scope) if parts else ""
+        part = parts.part_of(product.scope) if parts else ""
         groups.setdefault((product.phase, part, *product[1:]), []).append(product)
     return tuple(
         Product(x.scope, n * float(x.flops), n * float(x.traffic), x.dtype, x.is_fused)
@@ -247,8 +247,8 @@ def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork
     for stage in dict.fromkeys((0, parts.table.num_stages - 1)):
         stage_work = read(stage)
         for part, runs in stage_work.runs.items():
-            sent = tuple(x for x in stage_work.collectives if parts.of(x.scope) == part)
-            computed = tuple(x for x in stage_work.products if parts.of(x.scope) == part)
+            sent = tuple(x for x in stage_work.collectives if parts.part_of(x.scope) == part)
+            computed = tuple(x for x in stage_work.products if parts.part_of(x.scope) == part)
             works[part] = PartWork(runs, sent, computed)
     return works
 

@@ -206,15 +206,11 @@ def sweep(
 
     Args:
       builder: Builder for a config in mode `manual`; fields that are not swept stay unchanged.
-      topology: The devices.
       traced: The number of candidates, the fastest first, whose own programs are traced.
       report: Called with a line of progress.
 
     Returns:
       All candidates: first the candidates that fit, the fastest first, then the others.
-
-    Raises:
-      ValueError: The config sets `parallel.mesh_order`, but the candidates' meshes have other axes.
     """
     if order := builder.config.parallel.mesh_order:
         raise ValueError(

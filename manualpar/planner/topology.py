@@ -220,9 +220,6 @@ def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tu
     Returns:
       Axis -> the parts of levels that the axis takes: pairs of a level, see `levels_of`, and the
       size of the part.
-
-    Raises:
-      ValueError: The sizes do not fit.
     """
     if math.prod(mesh.values()) != topology.num_devices:
         raise ValueError(

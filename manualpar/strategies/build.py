@@ -30,9 +30,7 @@ def build_program(
     """Builds a program. Every strategy's builder, such as `manualpar.fsdp`, calls it.
 
     Args:
-      strategy: The strategy.
       model: The model, written for one device, see `manualpar.core.model.interface`.
-      tx: Any optax optimizer.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. `loss` is the mean over
         the examples of `batch`, and `metrics` has pairs `{"loss": (sum, count), ...}`, see
         `accumulate_gradients`. `rng` differs between devices, minibatches and steps.
@@ -41,11 +39,6 @@ def build_program(
     Returns:
       The program, traced but not compiled. No device has been used.
       `inspect.layout_table(program)` shows each parameter's sharding, or why it is replicated.
-
-    Raises:
-      ValueError: A field does not fit, for example because the mesh lacks an axis, the batch size
-        is not divisible or the loss is not a scalar. Nothing has been compiled.
-      TypeError: A field is of the wrong kind.
     """
     check_options(strategy.name, options, PROGRAM_OPTIONS)
     return build_checked(strategy, model, tx, loss_fn, options)

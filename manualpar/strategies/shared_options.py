@@ -131,17 +131,8 @@ def build_sharded(
     """Builds the program of a strategy that takes some of the options in this file.
 
     Args:
-      builder: The name of the builder, for messages.
       strategy: Makes the strategy from the options in `own`.
-      model: The model.
-      tx: The optimizer.
-      loss_fn: The loss.
-      options: The keyword arguments of the builder.
       own: The options that `strategy` takes, such as `STATE_SHARDING`.
-
-    Raises:
-      TypeError: An option is unknown, missing or of the wrong type.
-      ValueError: An option does not fit, see `build_program`.
     """
     check_options(builder, options, {**PROGRAM_OPTIONS, **own})
     values = with_defaults(options, own)

@@ -92,7 +92,6 @@ def run_facts(
     """Collects the facts that are known before JAX starts: config, sources, folder, versions.
 
     Args:
-      config: The config of the run.
       workdir: The folder of the run, if it is given.
       files: Files of Python with which the run is described, such as its config.
     """

@@ -24,7 +24,7 @@ import ml_collections
 
 from manualpar.core.mesh.mesh import check_order
 from manualpar.errors import UsageError, nearest
-from manualpar.layers.field_groups import MOST_WRITTEN_OUT
+from manualpar.layers.model_fields import MOST_WRITTEN_OUT
 from manualpar.strategies import strategy_kinds
 from manualpar.strategies.registry import Field
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
@@ -54,9 +54,6 @@ def find_config(text: str) -> Path:
     """Returns the file of a config, given its name or a path that ends in `.py`.
 
     The file of a path may be missing; `load_config` refuses it.
-
-    Raises:
-      UsageError: There is no config of this name.
     """
     if Path(text).suffix:
         return Path(text)
@@ -97,12 +94,7 @@ def named_config(name: str) -> ml_collections.ConfigDict:
 
 
 def run_config_file(path: Path) -> ml_collections.ConfigDict:
-    """Runs a config file, and returns what its `get_config()` returns.
-
-    Raises:
-      UsageError: The file does not exist, is not Python, raises an error, calls `exit()`, or has no
-        `get_config()` that returns a `ConfigDict`.
-    """
+    """Runs a config file, and returns what its `get_config()` returns."""
 
     def refused(why: str) -> UsageError:
         return UsageError(f"--config={path}: {why}.")
@@ -154,11 +146,7 @@ OWN = "own"  # The name of a model that is given in Python.
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
-    """Runs a config file, and returns its config, completed and locked, but not checked.
-
-    Raises:
-      UsageError: See `run_config_file`.
-    """
+    """Runs a config file, and returns its config, completed and locked, but not checked."""
     return complete_config(run_config_file(path))
 
 
@@ -221,12 +209,7 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def check_config(config: Any) -> None:
-    """Checks a config against `fields_of(config)`.
-
-    Raises:
-      ValueError: The config is not a `ConfigDict`, a field is missing or unknown, or a value is not
-        allowed. The message names the first such field.
-    """
+    """Checks a config against `fields_of(config)`."""
     if not isinstance(config, ml_collections.ConfigDict):
         raise ValueError(
             f"config is a {type(config).__name__}, expected an ml_collections.ConfigDict."

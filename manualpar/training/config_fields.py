@@ -13,7 +13,7 @@ from manualpar.core.model.options import PROGRAM_OPTIONS, first_sentences
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES, load_dataset
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS, Context
-from manualpar.layers.field_groups import LARGEST_FLOAT, MOST_WRITTEN_OUT, config_fields
+from manualpar.layers.model_fields import LARGEST_FLOAT, MOST_WRITTEN_OUT, config_fields
 from manualpar.layers.pipeline.stages import KEEPS, SCHEDULES, Pipeline
 from manualpar.layers.ring import LAYER_OVERLAPS
 from manualpar.models.classifier import Classifier

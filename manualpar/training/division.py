@@ -18,7 +18,7 @@ import jax
 import ml_collections
 from jax.sharding import PartitionSpec
 
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, purpose_of
 from manualpar.inspect.communication import trace_collectives
@@ -88,11 +88,7 @@ def divide_batch(
     devices: int,
     earlier: EarlierDivision | None = None,
 ) -> Division:
-    """Divides the batch of a config over `devices` along `data_axes`.
-
-    Raises:
-      ValueError: The devices, or the devices times the minibatches, do not divide the batch.
-    """
+    """Divides the batch of a config over `devices` along `data_axes`."""
     batch_size, asked = config.data.batch_size, config.optimizer.num_minibatches
     began = earlier.division if earlier and _asks_the_same(config, earlier.config) else None
 
@@ -130,7 +126,7 @@ def combines_examples(program: Program) -> bool | None:
     if program.outer is not None:
         program = program.outer.inner
     axes = set(program.roles.batch_dims[0])
-    loss = on_auto_axes(program.step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
+    loss = with_auto_axes(program.step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
     with no_mesh():
         traced = jax.jit(loss).trace(program.abstract_state, program.abstract_batch)
     return any(
@@ -152,8 +148,6 @@ def describe_change(
 
     Args:
       before: The division in the checkpoint, as JSON.
-      now: The division of this run.
-      batch_size: The number of examples of a step.
       draws: Whether the loss may draw random numbers, such as dropout masks.
       combines: Returns whether the loss combines examples, see `combines_examples`.
     """

@@ -83,7 +83,6 @@ def flops_of_example(task: Task, model: Any, program: Program) -> float | None:
     The result is `None` if the task does not know them.
 
     Args:
-      task: The task of the run.
       model: The task's model, with adapters if the run has any.
       program: The program of `model`.
     """

@@ -61,11 +61,7 @@ class Hooks:
     """Calls the hooks of a run."""
 
     def __init__(self, hooks: Sequence[Any] = ()) -> None:
-        """Checks that each hook has a method of `Hook`.
-
-        Raises:
-          TypeError: One has none, or is a class.
-        """
+        """Checks that each hook has a method of `Hook`."""
         for hook in hooks:
             if isinstance(hook, type):
                 raise TypeError(f"hooks has the class {hook.__name__}, expected an instance of it.")

@@ -32,11 +32,6 @@ def fill_from_hf(
 
     Args:
       config: The config; it is not checked yet.
-      given: The dotted names of the fields that the command line sets.
-
-    Raises:
-      ValueError: `Transformer` does not support the model in the directory, there is no tokenizer,
-        or a field in `given` differs from the directory's `config.json`.
     """
     model = config.get("model")
     directory = model.get("from_hf", "") if isinstance(model, ml_collections.ConfigDict) else ""
@@ -76,11 +71,7 @@ def fill_from_hf(
 def _fields_of_adapter(
     config: ml_collections.ConfigDict, fields: Mapping[str, Any], adapter: str
 ) -> dict[str, Any]:
-    """Returns the fields of `config.model` that describe the adapters in a directory of peft.
-
-    Raises:
-      ValueError: The directory has something that `lora` has not.
-    """
+    """Returns the fields of `config.model` that describe the adapters in a directory of peft."""
     layout = {"scan_layers": config.model.get("scan_layers", True)}
     found = lora_of_peft(Transformer(**nest_fields({**fields, **layout})), adapter)
     return {
@@ -102,9 +93,6 @@ def initial_state(
 
     The parameters are those of `init_from`, or of `config.model.from_hf`. Without these, the state
     is initialized. `missing_given` says what happens to parameters that `init_from` does not have.
-
-    Raises:
-      UsageError: The parameters do not fit the model; see `Program.init_from` and `load_hf`.
     """
     key = jax.random.key(config.seed)
     directory = config.model.get("from_hf", "")

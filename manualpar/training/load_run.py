@@ -158,11 +158,7 @@ def load_directory(
 
 
 def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
-    """Reads the config of the newest checkpoint of a language model, complete and locked.
-
-    Raises:
-      UsageError: There is no checkpoint, it has no config, or its model is no language model.
-    """
+    """Reads the config of the newest checkpoint of a language model, complete and locked."""
     steps = open_folder(workdir / FOLDER).steps()
     if not steps:
         raise UsageError(f"--workdir={workdir} holds no checkpoint, expected the folder of a run.")
@@ -191,9 +187,6 @@ def prepare_saved(
     Args:
       config: The config from `saved_config`.
       mesh: As in `load_run`.
-
-    Raises:
-      ValueError: The config is damaged or does not fit the mesh, or the run's data is missing.
     """
     config = config.copy_and_resolve_references().unlock()
     kind = strategy_kinds().get(config.parallel.strategy, FSDP)

@@ -117,15 +117,8 @@ def convert_arguments(
 
     Args:
       field: The config field that has the arguments, such as `config.optimizer.arguments`.
-      function: The function.
-      name: The function's name.
-      arguments: The arguments in the config.
       set_by: The fields that set the function's other arguments, by argument.
       given: Other arguments that have a value if `arguments` does not give one.
-
-    Raises:
-      ValueError: An argument is unknown or missing, belongs to another field, or has a value that
-        is not allowed. The message names the field.
     """
     parameters = inspect.signature(function).parameters
     called = address(function, name)
@@ -322,15 +315,7 @@ class _Call(NamedTuple):
 
 
 def check_optimizer(config: ml_collections.ConfigDict) -> None:
-    """Checks the groups `optimizer` and `schedule` of a config, and calls nothing.
-
-    Args:
-      config: A complete config whose fields have values of the right type.
-
-    Raises:
-      ValueError: A name or an argument is not one of optax, the optimizer cannot do what the fields
-        ask for, or the warm-up is longer than the run. The message names the field.
-    """
+    """Checks the groups `optimizer` and `schedule` of a config, and calls nothing."""
     optimizer, num_steps = config.optimizer, config.training.num_steps
     if optimizer.warmup_steps > num_steps:
         raise ValueError(
@@ -361,9 +346,6 @@ def make_schedule(config: ml_collections.ConfigDict) -> optax.Schedule:
     """Makes the learning rate of a config, a function of the number of earlier updates.
 
     The first update has a positive rate if there is a warm-up, so that no batch is wasted.
-
-    Raises:
-      ValueError: As `check_optimizer`, or optax refuses the arguments.
     """
     call, optimizer = _schedule_call(config), config.optimizer
     with _explained("schedule", call):
@@ -383,11 +365,7 @@ def make_optimizer(
     """Makes the optimizer of a config, with its clipping.
 
     Args:
-      config: A complete config.
       schedule: The learning rate. An optimizer that needs a number gets the config's.
-
-    Raises:
-      ValueError: As `check_optimizer`, or optax refuses the arguments.
     """
     call, optimizer = _optimizer_call(config), config.optimizer
     rate = schedule if takes_schedule(call.function) else optimizer.learning_rate
@@ -407,7 +385,6 @@ def weight_decay_mask(params: Any, globs: Sequence[str] = ()) -> Any:
     are found by name, because in scanned layers they have two dims.
 
     Args:
-      params: The tree of parameters.
       globs: Globs on the parameters' paths, such as `"*kernel"`; `*` matches any characters, even
         slashes. A parameter that matches a glob is marked, instead of the parameters above. A
         parameter that matches a glob with `!` before it, such as `"!*embedding*"`, is not marked.

@@ -53,12 +53,7 @@ class ReplicaSentinel:
         """Makes a sentinel for states on a mesh; nothing compiles yet.
 
         Args:
-          mesh: The mesh.
           layout: A tree like the states with a `PartitionSpec` at each leaf.
-
-        Raises:
-          ValueError: The layout has no leaf, or names an axis that the mesh does not have.
-          TypeError: A leaf of the layout is not a `PartitionSpec`.
         """
         self._mesh = mesh
         self._names, specs = _named_leaves(layout)
@@ -102,7 +97,6 @@ class ReplicaSentinel:
         Raises:
           ReplicaError: Copies differ. The message names the first leaf that differs and the
             devices. All processes raise the error.
-          ValueError: The state does not have the sentinel's layout, or was donated.
 
         Communication:
           None in one process. Several processes all-gather 8 bytes per leaf and device.

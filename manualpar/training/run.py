@@ -159,7 +159,7 @@ def _run(
     if checkpoints.latest_step() is not None:
         with times.during(RESTORING):
             restored = restore(checkpoints, experiment, workdir, report=say)
-            times.at(restored.step)
+            times.set_step(restored.step)
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
         for sentence in describe_change(
             restored.extra.get("division"),

@@ -50,9 +50,6 @@ def find_function(name: str) -> Callable[..., Any]:
     """Imports the function `module:function` of `config.model.name`.
 
     The current folder is searched too, but last.
-
-    Raises:
-      ValueError: There is no such module or function.
     """
     module_name, _, function_name = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -129,10 +126,6 @@ def make_task(config: ml_collections.ConfigDict) -> Task:
     """Loads the data that a config names, and makes the model for it.
 
     If `config.model.name` is `module:function`, the function makes the task.
-
-    Raises:
-      ValueError: The data is missing, or the model does not fit it; or there is no such function.
-        The message names the field.
     """
     config = complete_config(config)
     if is_own(config.model.name):
@@ -283,10 +276,6 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
     """Adds LoRA and quantized weights to a model; returns it unchanged if the config has neither.
 
     `config` is the group `config.model` of a config.
-
-    Raises:
-      ValueError: An entry of `lora`, `int8` or `nf4` is not `glob:number`, or repeats a glob. Both
-        `int8` and `nf4` have entries. Or `lora_alpha` is 0.
     """
     if config.int8 and config.nf4:
         raise ValueError(

@@ -167,12 +167,12 @@ class Trainer:
                 # profile enters a phase too.
                 is_profiled = self.profiler.covers(step)
                 self.cluster.enter("in a profiled step" if is_profiled else "in a step")
-                self.profiler.before(step, state)
+                self.profiler.begin_step(step, state)
                 call = self.experiment.program.step_at(step)
                 state, metrics = self.recorder.screen.call("training step", call, state, batch)
                 metrics = _of_one_copy(metrics, batches.copies)
-                self.times.at(step)
-                self.profiler.after(step, state)
+                self.times.set_step(step)
+                self.profiler.end_step(step, state)
                 self.cluster.enter(BETWEEN_STEPS)
                 is_last = step == num_steps
                 is_reported = is_last or step % log_every == 0
@@ -245,7 +245,7 @@ class Trainer:
             self.recorder.resume(restored.extra["recorder"])
             self.hooks.restore(restored.extra.get("hooks", []))
             self.writer.go_back(restored.extra["files"], step=restored.step, report=self.report)
-            self.times.at(restored.step)
+            self.times.set_step(restored.step)
         return restored.state, position_of(restored)
 
     def _replica_check(self) -> Action:

@@ -77,9 +77,6 @@ def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> 
     difference between this config and the config of the earlier run.
 
     Raises:
-      ValueError: The folder is a file, or cannot be written to; it contains a run of another model
-        or other data; it contains a run without checkpoints, and this config saves no checkpoints;
-        or a file has a name that a checkpoint needs.
       OSError: The checkpoints in the folder cannot be listed.
     """
     if workdir is None:
@@ -190,7 +187,6 @@ def restore(
 
     Raises:
       CheckpointError: The checkpoint is damaged, or comes from another model or other data.
-      UsageError: The checkpoint's config differs in a field that must not change during a run.
     """
     restored = checkpoints.restore(
         experiment.program,
@@ -274,7 +270,6 @@ def lock_workdir(
     new file; it raises a `WriteError` if another run has locked the new file first.
 
     Raises:
-      UsageError: Another run has the lock; the message names the run.
       WriteError: The file cannot be written.
     """
     with contextlib.ExitStack() as stack:
@@ -282,14 +277,14 @@ def lock_workdir(
             if isinstance(workdir, BucketPath):
                 check = stack.enter_context(hold(workdir, report=report))
             else:
-                check = stack.enter_context(_held(workdir, report))
+                check = stack.enter_context(_hold_on_disk(workdir, report))
         except HeldError as error:
             raise _in_use(workdir, error) from None
         yield check
 
 
 @contextlib.contextmanager
-def _held(workdir: Path, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def _hold_on_disk(workdir: Path, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     path = workdir / LOCK_FILE
     with contextlib.ExitStack() as stack:
         with explained(path):

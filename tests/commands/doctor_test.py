@@ -9,7 +9,7 @@ import pytest
 from manualpar.commands import doctor
 from manualpar.commands import doctor as module
 from manualpar.commands.doctor import main, software_facts
-from manualpar.system.cluster import own_host
+from manualpar.system.cluster import this_host
 from tests.paths import ROOT
 
 CONFIG = f"--config={ROOT / 'configs' / 'fsdp.py'}"
@@ -94,7 +94,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(importlib.metadata, "version", version)
         monkeypatch.setattr(subprocess, "run", run)
         monkeypatch.setattr(module.shutil, "which", lambda name: driver and "nvidia-smi")
-        monkeypatch.setattr(own_host, "NVIDIA_DRIVER", tmp_path / "version")
+        monkeypatch.setattr(this_host, "NVIDIA_DRIVER", tmp_path / "version")
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
         return list(module.nvidia_facts())
 

@@ -2,8 +2,6 @@
 
 import json
 import sys
-import types
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,7 +12,6 @@ from manualpar.commands.command_flags import output_line, read_lines
 from manualpar.commands.command_line import parse_command_line
 from manualpar.commands.evaluate_command import summary
 from manualpar.commands.train_command import run_command
-from manualpar.errors import UsageError
 from manualpar.models.generation.scoring import Score
 from tests.commands.fake_model import ask
 from tests.compiling import ENVIRONMENT
@@ -148,7 +145,6 @@ def test_two_processes_say_what_one_says_and_the_first_prints_it(
     for name, run, flags in (
         ("generate", generate_command, [*drawn, "--prompt=the "]),
         ("generate", generate_command, [*drawn, f"--prompts={prompts}"]),
-        ("generate", generate_command, [*drawn, f"--prompts={prompts}", f"--draft={workdir}"]),
         ("evaluate", evaluate_command, [f"--workdir={workdir}"]),
     ):
         assert run.main([name, *flags]) == 0
@@ -209,45 +205,6 @@ def test_mistakes_are_a_sentence(arguments, message, capsys, devices8):
     del devices8
     assert generate_command.main(["generate", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_draft_is_a_folder_with_a_model(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        generate_command.main(["generate", "--workdir=w", "--prompt=a", f"--draft={tmp_path}"])
-    assert ended.value.code == 2
-    assert "has neither config.json nor checkpoints/, expected" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("other", ["abd", "ab"])
-def test_a_draft_of_other_tokens_is_refused(other, monkeypatch):
-    def trained(letters):
-        tokenizer = types.SimpleNamespace(fingerprint=letters, vocab_size=len(letters))
-        tokenizer.decode = lambda tokens: letters[tokens[0]]
-        return types.SimpleNamespace(tokenizer=tokenizer)
-
-    monkeypatch.setattr(generate_command, "load_directory", lambda folder, mesh: trained(other))
-    flags = types.SimpleNamespace(draft=Path("small"), mesh="data=-1")
-    with pytest.raises(UsageError, match="--draft=small has another tokenizer than the model"):
-        generate_command._with_draft(trained("abc"), flags)
-
-
-@pytest.mark.slow
-def test_a_run_answers_with_its_own_drafts_as_without(workdir, tmp_path, capsys):
-    """The model accepts all that it drafts for itself."""
-    flags = ["generate", f"--workdir={workdir}", "--max-tokens=13", "--temperature=0.8"]
-    for prompts in (["--prompt=the "], [f"--prompts={tmp_path / 'prompts.txt'}"]):
-        (tmp_path / "prompts.txt").write_text("the 3\nof\n")
-        assert generate_command.main([*flags, *prompts]) == 0
-        expected = capsys.readouterr().out
-        drafted = [*flags, *prompts, f"--draft={workdir}", "--draft-tokens=3"]
-        assert generate_command.main(drafted) == 0
-        found = capsys.readouterr()
-        assert found.out == expected
-        assert "drafts by step 4 of " in found.err
-        tokens = 13 * (2 if "--prompts" in prompts[0] else 1)
-        assert f"{tokens // 13 * 9} of {tokens} tokens were drafted; a forward pass gave 3.25" in (
-            found.err
-        )
 
 
 @pytest.mark.parametrize("command", [generate_command, evaluate_command])

@@ -14,7 +14,6 @@ from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.plan_command import PLANNING, plan_command
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_search import config_of_layout, layout_flags
-from manualpar.planner.goodput import RESTORE
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.sweep import sweep
 from manualpar.strategies import strategy_kinds
@@ -56,7 +55,8 @@ def test_flags_of_the_planner_and_of_the_config_are_told_apart():
 def test_a_plan_for_gpus_is_a_model_and_says_so(capsys):
     mesh = "--config.parallel.mesh={'replica': 2, 'data': 8}"
     order = "--config.parallel.mesh_order=('data', 'replica')"
-    assert plan_command(_command(*SMALL, mesh, order, "--topology=h100:16")) == 0
+    gone = "--device-mtbf-hours=50000"
+    assert plan_command(_command(*SMALL, mesh, order, "--topology=h100:16", gone)) == 0
     workdir = Path("runs/plan-fsdp_lm/001")
     assert {path.name for path in workdir.iterdir()} == {"config.json", "plan.json", "plan.png"}
     [plan] = json.loads((workdir / "plan.json").read_text())["plans"]
@@ -69,26 +69,11 @@ def test_a_plan_for_gpus_is_a_model_and_says_so(capsys):
     assert (workdir / "plan.png").read_bytes().startswith(b"\x89PNG")
     output, error = capsys.readouterr()
     assert error == ""
+    assert "--device_mtbf_hours does nothing, because plan no longer estimates" in output
     assert "roofline, a model" in output
     assert "The model assumes:" in output
     assert re.search(r"https://\S+h100", output)
     assert output.splitlines()[-1] == "results: runs/plan-fsdp_lm/001"
-
-
-def test_a_plan_for_devices_that_fail_says_how_often_to_save(capsys):
-    flags = ("--topology=h100:16", "--device_mtbf_hours=50000", "--restart_seconds=300")
-    assert plan_command(_command(*SMALL, *flags)) == 0
-    results = json.loads(Path("runs/plan-fsdp_lm/001/plan.json").read_text())
-    [memory], found = [plan["memory"] for plan in results["plans"]], results["goodput"]
-    # A process has eight devices.
-    held = 8 * (memory["parameters"] + memory["optimizer"])
-    assert found["costs"]["restore"] == pytest.approx(held / RESTORE[1])
-    assert found["mtbf"] == 50_000 * 3600 / 16
-    assert found["costs"]["restart"] == 300
-    daly, exact = found["intervals"]["Daly"], found["intervals"]["exact"]
-    assert daly["interval"] == pytest.approx(exact["interval"], rel=1e-3)
-    output = capsys.readouterr().out
-    assert "goodput: a device fails every 50,000 h, the run every 130 d" in output
 
 
 def test_layouts_over_every_axis_are_ranked_and_written(capsys, monkeypatch):

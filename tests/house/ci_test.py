@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from tests.changed import reached_tests
 from tests.paths import ROOT
 
 
@@ -81,3 +82,16 @@ def test_the_lock_has_each_dependency_once_with_a_version_and_a_hash():
     for line in "\n".join(wanted).split("\n"):
         if line and not line.startswith("manualpar["):
             assert re.split(r"[ \[><=~]", line)[0].lower() in names
+
+
+def test_a_change_reaches_the_tests_that_import_it_and_those_that_run_commands():
+    def reached(path):
+        return {str(test.relative_to(ROOT)) for test in reached_tests(frozenset({path}))}
+
+    planner = reached("manualpar/planner/hardware.py")
+    assert {"tests/planner/hardware_test.py", "tests/commands/plan_command_test.py"} <= planner
+    assert "tests/laws/strategies_test.py" not in planner
+    # `from manualpar import fsdp` is an import of the module that has it.
+    assert "tests/laws/strategies_test.py" in reached("manualpar/strategies/fsdp.py")
+    assert "tests/planner/hardware_test.py" not in reached("docs/fsdp.md")
+    assert reached_tests(frozenset({"setup.cfg"})) is None

@@ -19,7 +19,7 @@ import absl.flags, flax.linen, flax.nnx, jax, numpy, optax  # And all that they 
 before = set(sys.modules)
 import manualpar
 bare = sorted(name for name in sys.modules if name.startswith("manualpar."))
-assert bare == ["manualpar._moved"], "names are imported when they are used"
+assert bare == [], "names are imported when they are used"
 for name in manualpar.__all__:
     getattr(manualpar, name)
 loaded = {name.split(".")[0] for name in sys.modules.keys() - before}

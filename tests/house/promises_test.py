@@ -1,72 +1,45 @@
-"""What docs/versions.md promises: names, fields and exit codes of the latest release still work."""
+"""What docs/versions.md promises: of old names, the version, and exit codes."""
 
 import importlib
 import re
-import sys
-import warnings
 
 import pytest
 
 import manualpar
-from manualpar import _moved, errors
-from manualpar.strategies import BUILT_IN
+from manualpar import errors
 from manualpar.system import cluster
 from manualpar.training import exit_codes
-from manualpar.training.checkpoints.compatibility import REMOVED
-from manualpar.training.config import FIELDS, MODEL_FIELDS
-from tests.house import released
 from tests.paths import ROOT
-
-# Names without an old name: the page lists them.
-WITHOUT_OLD_NAME = {"manualpar.generation.Piece"}
-
-
-@pytest.fixture(autouse=True)
-def forget_old_names():
-    yield
-    for name in _moved.MOVED:
-        sys.modules.pop(f"manualpar.{name}", None)
 
 
 def _text(*path: str) -> str:
     return ROOT.joinpath(*path).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("package", "names"), released.read()["names"].items())
-def test_released_names_work_and_those_that_moved_warn(package, names):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module = importlib.import_module(package)
-        missing = {f"{package}.{name}" for name in names if not hasattr(module, name)}
-    assert missing <= WITHOUT_OLD_NAME
-    if _moved.new_name(package):
-        assert any(warning.category is DeprecationWarning for warning in caught)
+@pytest.mark.parametrize(("old", "new"), manualpar.MOVED.items())
+def test_an_import_by_an_old_name_is_told_the_new_one(old, new):
+    importlib.import_module(new)
+    package, _, name = old.rpartition(".")
+    said = f"^{re.escape(old)} is {re.escape(new)} since release 0.3$"
+    for source in (f"import {old}", f"import {old}.x", f"from {package} import {name}"):
+        with pytest.raises(ModuleNotFoundError, match=said):
+            exec(source)
+    if package == "manualpar":
+        with pytest.raises(AttributeError, match=f"attribute '{name}'; it is {re.escape(new)} "):
+            getattr(manualpar, name)
 
 
-def test_released_config_fields_are_known_or_explained():
-    fields = set(released.read()["fields"])
-    assert len(fields) > 100
-    assert fields <= {*released.config_fields(), *REMOVED}
-
-
-def test_new_config_fields_have_defaults():
-    """So a config of the latest release is complete."""
-    groups = [FIELDS, *MODEL_FIELDS.values()]
-    groups += [{f"parallel.{x}": y for x, y in kind.fields.items()} for kind in BUILT_IN]
-    fields = {name: field for group in groups for name, field in group.items()}
-    new = fields.keys() - set(released.read()["fields"])
-    assert [name for name in new if fields[name].default is None] == []
-
-
-def test_names_without_an_old_name_are_on_the_page():
-    for name in WITHOUT_OLD_NAME:
-        assert f"`{name}`" in _text("docs", "versions.md")
+def test_other_names_are_missing_as_anywhere():
+    with pytest.raises(AttributeError, match=r"module 'manualpar' has no attribute 'nothing'$"):
+        getattr(manualpar, "nothing")  # noqa: B009
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'manualpar\.nothing'"):
+        importlib.import_module("manualpar.nothing")
 
 
 def test_all_places_name_the_same_version():
     latest = re.findall(r"(?m)^## \[(\d[\d.]*)\]", _text("CHANGELOG.md"))[0]
     [cited] = re.findall(r"(?m)^version: (.*)$", _text("CITATION.cff"))
-    assert {manualpar.__version__, cited, released.read()["version"]} == {latest}
+    assert {manualpar.__version__, cited} == {latest}
 
 
 def test_exit_codes_are_the_documented_ones():

@@ -21,11 +21,12 @@ CHAPTERS = {
     "inspect.peak_memory": "a simulation of XLA's allocator, longer than its reader",
     "layers.attention.unchecked": "the only module that may pass check_vma=False",
     "layers.tensor_parallel.plan_calls": "runs the calls of a plan; its reader declares plans",
+    "models.generation.cached_steps": "the steps on the devices; its reader is the host's loop",
     "planner.compiled_timeline": "the clock of TPUs; its reader has that of GPUs",
     "strategies.diloco.steps": "the only module of DiLoCo that may communicate",
     "system.cluster.environment": "what a cluster says; its reader starts a run",
     "system.cluster.job_template": "files for schedulers; its reader starts processes",
-    "system.cluster.managed": "the variables of each launcher, a table to extend",
+    "system.cluster.launchers": "the variables of each launcher, a table to extend",
     "training.checkpoints.bucket_arrays": "needs the extra `buckets`",
 }
 
@@ -35,10 +36,9 @@ WINGS = ("errors", "core", "checks", "strategies", "layers", "inspect", "system"
 WINGS += ("data", "models", "training", "planner", "commands")
 CORE = ("trees", "summary", "tracing", "mesh", "parameters", "state", "modes", "model")
 CORE += ("program",)
-# Loose files: the public names, those that have moved, and what `python -m` finds.
+# Loose files: the public names, and what `python -m` finds.
 FRONT = (
     "manualpar",
-    "manualpar._moved",
     "manualpar.launch",
     "manualpar.doctor",
     "manualpar.__main__",

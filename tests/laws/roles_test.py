@@ -19,8 +19,8 @@ from manualpar.core.parameters.placement import (
     ParameterInfo,
     Placement,
     Route,
-    on_stages,
     route_parameter,
+    split_over_stages,
 )
 from tests.tiny import masked_square_loss
 
@@ -70,7 +70,7 @@ def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
         name: ParameterInfo(name, (8, 8), jnp.float32, (None, None), frozenset({0}))
         for name in ("layers", "head")
     }
-    infos = on_stages(infos, frozenset({"layers"}), "stage")
+    infos = split_over_stages(infos, frozenset({"layers"}), "stage")
     assert infos["layers"].unsharded_dims == frozenset()
     layers = route_parameter(Placement(("stage", "data")), infos["layers"], roles, mesh)
     head = route_parameter(Placement((None, "data")), infos["head"], roles, mesh)

@@ -12,7 +12,7 @@ from manualpar.planner.compiler_worker import installed, tracing_for
 from manualpar.planner.gpu_compiler import GPU, PACKAGES, compile_for_gpu
 from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.hardware import chip_named
-from manualpar.planner.vocabulary import prepare_planned
+from manualpar.planner.planned_experiment import prepare_planned
 from manualpar.training.config import load_config
 from tests.paths import ROOT
 from tests.planner.fake_worker import FACTS, answer

@@ -277,11 +277,11 @@ def test_a_fused_kernel_has_a_share_of_its_own():
 
 def _stages(*products, collectives=()):
     """Two stages and two microbatches; what they do is that of both runs of a part."""
-    of_part = {part: [x for x in products if TICKS.of(x.scope) == part] for part in ROWS}
+    of_part = {part: [x for x in products if TICKS.part_of(x.scope) == part] for part in ROWS}
     works = {
         part: PartWork(
             2,
-            tuple(one for one in collectives if TICKS.of(one.scope) == part),
+            tuple(one for one in collectives if TICKS.part_of(one.scope) == part),
             tuple(of_part[part]),
         )
         for part in ROWS

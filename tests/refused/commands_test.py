@@ -158,11 +158,6 @@ REFUSED = [
         (["--compiler=gpu", "--topology=v5e:2x2"], "expected a GPU topology such as h100:8, or"),
         (["--devices=4"], "--devices is not a flag of this command: --topology gives"),
         (["--vocab_size=many"], "--vocab_size=many"),
-        (["--restart_seconds=-1"], "--restart_seconds=-1: expected 0 or more"),
-        (
-            ["--device_mtbf_hours=1", "--search"],
-            "--device_mtbf_hours with --search: expected only one",
-        ),
         (["--layouts", "--search"], "--layouts with --search: expected only one of these"),
         (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
         (["extra"], "--config=extra: there is no config of this name"),

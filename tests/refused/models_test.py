@@ -15,7 +15,7 @@ from manualpar.data.tokenizer import ByteTokenizer
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.finetuning.adapter_files import replace_adapters
-from manualpar.models.generation import Draft, Generator, generator, speculative
+from manualpar.models.generation import Generator, generator
 from manualpar.models.generation.drawing import Drawing, sample_tokens
 from manualpar.models.generation.scoring import score_completions
 from manualpar.models.rotary import NO_ROTARY, Rotary, RotaryScaling
@@ -94,27 +94,6 @@ def generate(arguments, tokenizer=None, rotary=NO_ROTARY):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "CachedSteps", lambda program: steps)
         Generator(None, tokenizer).generate(state, prompts, **options)
-
-
-def speculate(arguments):
-    """Gives a generator a draft, and checks a call with it."""
-    fields, call = arguments
-    device = types.SimpleNamespace(id=0)
-
-    def program(model, devices):
-        model = types.SimpleNamespace(interface=types.SimpleNamespace(module=model))
-        mesh = types.SimpleNamespace(devices=np.array(devices, object))
-        return types.SimpleNamespace(model=model, mesh=mesh)
-
-    model = fields.get("model", Transformer(rotary=Rotary(learned=8)))
-    devices = fields.get("devices", [device])
-    draft = Draft(program(model, devices), None, fields.get("tokens", 4))
-    steps = types.SimpleNamespace(model=model, program=draft.program)
-    target = types.SimpleNamespace(model=Transformer(), program=program(Transformer(), [device]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculative, "SpeculativeSteps", lambda program, vocab_size: steps)
-        drafting = speculative.Speculation(fields.get("draft", draft), target)
-        drafting.check(**{"prompts": [1], "max_tokens": 4, **call})
 
 
 def sample(arguments):
@@ -275,22 +254,6 @@ REFUSED = [
         "generate with longrope",
         functools.partial(generate, rotary=Rotary(scaling=LONGROPE)),
         (([[1] * 8], {"max_tokens": 2}), r"at most rotary.scaling.original_length=8 \(or a longer"),
-    ),
-    *rows(
-        "generate with a draft",
-        speculate,
-        (({"draft": (1, 2)}, {}), TypeError, "draft is a tuple, expected a Draft"),
-        (({"model": 5}, {}), TypeError, "draft.program has a int, expected a Transformer"),
-        *(
-            (
-                ({"tokens": tokens}, {}),
-                f"draft.tokens is {tokens}.*, expected a whole number from 1",
-            )
-            for tokens in (0, 1.5, 1025, 10**9, float("inf"))
-        ),
-        (({"model": Transformer(vocab_size=9)}, {}), "a model of 9 tokens, expected 260, the voc"),
-        (({"devices": [types.SimpleNamespace(id=3)]}, {}), r"on the devices \[3\], expected those"),
-        (({}, {"max_tokens": 9}), "rotary.learned=8.* This is a limit of the draft model"),
     ),
     *rows(
         "adapters",

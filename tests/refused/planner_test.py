@@ -11,19 +11,13 @@ from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_estimate import estimate_layout
 from manualpar.planner.compiled_timeline import on_all_links, read_timeline
 from manualpar.planner.compiler_process import CompilerError
-from manualpar.planner.goodput import (
-    CheckpointCosts,
-    goodput,
-    longest_recovery,
-    mean_time_between_failures,
-)
 from manualpar.planner.gpu_compiler import compile_for_gpu
 from manualpar.planner.hardware import CHIPS, chip_named
+from manualpar.planner.planned_experiment import prepare_planned
 from manualpar.planner.step_work import read_work
 from manualpar.planner.sweep import Builder, sweep
 from manualpar.planner.topology import parse_topology, place_axes
 from manualpar.planner.tpu_compiler import compile_for_tpu
-from manualpar.planner.vocabulary import prepare_planned
 from manualpar.training.config import load_config
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import make_task
@@ -115,18 +109,6 @@ REFUSED = [
         "a chip's peak",
         lambda chip: chip.peak("int4"),
         *((chip, f"chip {chip.name}: no peak is known for dtype 'int4'") for chip in CHIPS),
-    ),
-    *rows(
-        "goodput",
-        lambda call: call(),
-        (lambda: CheckpointCosts(-1.0, 0, 0, 0), "blocked is -1.0, expected seconds"),
-        (lambda: mean_time_between_failures(0.0, 8), "expected a positive time"),
-        (
-            lambda: goodput(5.0, CheckpointCosts(1.0, 10.0, 0, 0), 3600.0),
-            "interval is 5.0 s, expected more than 0, and at least the 10 s",
-        ),
-        (lambda: longest_recovery(1.0, blocked=1.0, mtbf=3600.0), "a share between 0 and 1"),
-        (lambda: longest_recovery(0.99, blocked=600.0, mtbf=10800.0), "saves take the rest"),
     ),
     *rows(
         "another mode",

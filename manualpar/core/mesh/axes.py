@@ -54,8 +54,7 @@ def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
 def naming_unbound_axes() -> Iterator[None]:
     """Explains JAX's errors about unbound axes in a model or a loss; a context manager.
 
-    Raises:
-      ValueError: A model or a loss uses an unbound axis. JAX's error is the cause of this error.
+    JAX's error is the cause of the new one.
     """
     try:
         yield

@@ -217,9 +217,6 @@ def choose_options(
       averages: Whether gradients are averaged by all-reduces over several hosts, as data
         parallelism does. If XLA delays the all-reduces of a layer into the next iteration of a
         loop, those of the last iteration are exposed, and they take longer between hosts.
-
-    Raises:
-      ValueError: `overlap` is neither `"auto"` nor `"none"`.
     """
     if overlap not in OVERLAPS:
         raise ValueError(

@@ -147,9 +147,7 @@ def describe_along(array: np.ndarray, hosts: np.ndarray, dim: int) -> str:
     """Describes how a dimension of a device array runs through the torus of TPUs within a host.
 
     Args:
-      array: The devices.
       hosts: The number of the host or slice of each device, in an array of the same shape.
-      dim: The dimension to describe.
 
     Returns:
       Words such as `in a ring of neighbours along xy`; empty if no host has two devices along

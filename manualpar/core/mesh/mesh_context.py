@@ -63,7 +63,7 @@ def no_mesh() -> Iterator[None]:
         yield
 
 
-class OutsideMeshes:
+class JittedOutsideMesh:
     """A jitted function that is called, traced and lowered with no mesh set around it.
 
     Attributes:
@@ -95,7 +95,7 @@ def cannot_pickle(name: str) -> TypeError:
     )
 
 
-def on_auto_axes(
+def with_auto_axes(
     function: Callable[..., Any], *, mesh: Mesh, out_specs: Specs
 ) -> Callable[..., Any]:
     """Wraps a function to run on automatic axes, even if the axes of `mesh` are explicit.
@@ -120,8 +120,7 @@ def on_auto_axes(
 def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
     """Explains JAX's errors about shardings in a model; a context manager.
 
-    Raises:
-      ValueError: JAX refuses a sharding in the model. Other errors stay as they are.
+    Other errors stay as they are.
     """
     try:
         yield

@@ -67,14 +67,8 @@ def check_shapes_of_collections(
     """Refuses variables whose shapes depend on the number of examples or positions.
 
     Args:
-      builder: The strategy's name, for messages.
       collections: The collections that a state keeps, made from the batch `whole`.
       init: Makes a model's variables from a batch.
-      whole: The abstract global batch.
-      part: The abstract part of the batch that one call of the model gets.
-
-    Raises:
-      ValueError: A variable has another shape if it is made from `part`.
     """
     leaves = zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True)
     changed = {a for x, y in leaves for a, b in zip(x.shape, y.shape, strict=True) if a != b}

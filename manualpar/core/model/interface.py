@@ -47,10 +47,6 @@ class AxisAliases:
         """Returns the new field of a module, `{"axis_name": axes}`; `{}` if no alias fits it.
 
         If the mesh axes are not bound, because arrays are global, the new value is `None`.
-
-        Raises:
-          ValueError: The module gets global arrays, but the alias stands for only some of the
-            devices.
         """
         names = getattr(module, "axis_name", None)
         all_names = names if isinstance(names, tuple | list) else (names,)
@@ -84,10 +80,6 @@ def check_axis_aliases(
     """Checks a user's aliases, which map a name in the model to a mesh axis or a tuple of axes.
 
     With `on_global_arrays` no axis is bound, so each of `data_axes` becomes an alias of itself.
-
-    Raises:
-      TypeError: The aliases do not map names to axes.
-      ValueError: An alias is an axis of the mesh, or stands for an axis that the mesh lacks.
     """
     example = "axis_aliases={'batch': 'data'}"
     is_mapping = isinstance(aliases, Mapping) and all(isinstance(name, str) for name in aliases)

@@ -62,9 +62,6 @@ def initial_call(
     The `kwargs` of `init_args` may name another `method` than `__call__`. If the method has an
     argument `train` and `init_args` does not set it, `train` is `False`. Other `EVAL_SWITCHES` are
     added if they have no default.
-
-    Raises:
-      TypeError: The method cannot be called with these arguments.
     """
     if init_args is None and not hasattr(batch, "inputs"):
         raise TypeError(
@@ -225,11 +222,7 @@ class LinenModel(ModelInterface):
         return kernel
 
     def apply(self, variables: Variables, *args: Any, **kwargs: Any) -> Any:
-        """Calls `module.apply` with fields replaced in every module.
-
-        Raises:
-          ValueError: A module draws from the stream `dropout` in evaluation.
-        """
+        """Calls `module.apply` with fields replaced in every module."""
         switches, rngs = SWITCHES[self.phase], kwargs.get("rngs")
         withheld = False
         if "deterministic" in switches and isinstance(rngs, Mapping):

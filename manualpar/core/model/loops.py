@@ -51,18 +51,13 @@ def find_loop_dims(
     """Finds the dims of parameters that `nn.scan` and `nn.vmap` run over, by path.
 
     Args:
-      strategy: The strategy's name, for messages.
       trace_loss: Traces the loss.
-      params: The tree of abstract parameters.
       boxed: The same tree with a true leaf for each parameter to probe.
       optional: The same tree with a true leaf for each further parameter to probe. If the loss
         reads one of these in a way that is refused, none of them is probed. One that is read in a
         loop within a branch that some devices skip is left out of the result.
       gathers_in_loss: Whether this package gathers parameters where the loss reads them. If so,
         the loss may not differentiate parameters.
-
-    Raises:
-      ValueError: A parameter is differentiated, or read without its module's `self.param`.
     """
     key_dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype
     loop_dims: dict[str, set[int]] = {}
@@ -209,11 +204,7 @@ class _Probe(ArrayBox, eq=False):
     zeros: Any = None
 
     def to_array(self) -> Any:
-        """Returns zeros of the expected shape, typed as a gathered parameter is.
-
-        Raises:
-          ValueError: The box's arrays were changed from outside the box, or are differentiated.
-        """
+        """Returns zeros of the expected shape, typed as a gathered parameter is."""
         if self.zeros is not None:
             _refuse_derivative(self.zeros)
         expected = [None if name is None else self.part_shape[int(name)] for name in self.names]
@@ -234,7 +225,7 @@ class _Probe(ArrayBox, eq=False):
         """Records it."""
         self.uses.read_in_branch()
 
-    def of_one_array(self) -> "_Probe":
+    def only_value(self) -> "_Probe":
         """Returns a copy of the box without the zeros: only the array of keys is left."""
         self.to_array()
         return self.replace(zeros=None)
@@ -338,7 +329,7 @@ def _scan(original: Any) -> Callable[..., Any]:
 
 def _while_loop(original: Any) -> Callable[..., Any]:
     def while_loop(cond_fun: Any, body_fun: Any, init_val: Any) -> Any:
-        def after(carry: Any) -> Any:
+        def next_carry(carry: Any) -> Any:
             """Computes the next carry, typed to vary over the axes of the condition too."""
             return cast_to_varying(body_fun(carry), varying_axes(cond_fun(carry)))
 
@@ -349,7 +340,7 @@ def _while_loop(original: Any) -> Callable[..., Any]:
         with _gathered_before(axes, lambda: (cond_fun(init_val), body_fun(init_val))):
             return _with_retry(
                 lambda: original(cond_fun, body_fun, init_val),
-                lambda: original(cond_fun, keeping_type, _fixed_point(after, init_val)),
+                lambda: original(cond_fun, keeping_type, _fixed_point(next_carry, init_val)),
                 at_once=bool(axes),
             )
 
@@ -360,13 +351,13 @@ def _fori_loop(original: Any) -> Callable[..., Any]:
     def fori_loop(lower: Any, upper: Any, body_fun: Any, init_val: Any, **kwargs: Any) -> Any:
         axes = varying_axes((lower, upper))
 
-        def after(carry: Any) -> Any:
+        def next_carry(carry: Any) -> Any:
             return cast_to_varying(body_fun(jnp.asarray(lower), carry), axes)
 
         def keeping_type(index: Any, carry: Any) -> Any:
             return _cast(body_fun(index, carry), _types(carry))
 
-        fixed = functools.partial(_fixed_point, after, init_val)
+        fixed = functools.partial(_fixed_point, next_carry, init_val)
         with _gathered_before(axes, lambda: body_fun(jnp.asarray(lower), init_val)):
             return _with_retry(
                 lambda: original(lower, upper, body_fun, init_val, **kwargs),

@@ -87,13 +87,7 @@ def call_loss(loss_fn: LossFn, params: Any, apply_fn: Any, batch: Batch, rng: ja
 
 @contextlib.contextmanager
 def tracing_loss() -> Iterator[None]:
-    """Opens the context in which a loss function is called while it is traced.
-
-    Raises:
-      ValueError: A collective is over an axis that is not bound.
-      TypeError: A loop in the loss or in the model starts from a constant, or a constant is a
-        cotangent.
-    """
+    """Opens the context in which a loss function is called while it is traced."""
     try:
         with naming_unbound_axes(), varying_loops():
             yield
@@ -108,11 +102,6 @@ def check_loss(result: Any, batch: Batch) -> tuple[LossValue, Metrics]:
     """Checks the result of a loss function for a share `batch`; returns the loss and the metrics.
 
     The metrics always have `"loss"`, and with it all terms.
-
-    Raises:
-      ValueError: The loss is not a scalar, or metrics are not pairs of scalars with `"loss"` among
-        them.
-      TypeError: The result has none of the forms above.
     """
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if isinstance(loss, Mapping):

@@ -71,10 +71,6 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
     `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate parameters. The box has
     the variable's rules (`sharding_rules`), followed by the rules of `nnx.logical_axis_rules`
     around the call. If the annotation also has `split=True`, the box is a `SplitParameter`.
-
-    Raises:
-      TypeError: The annotation is not a sequence of names; the message contains `path`.
-      ValueError: A split parameter does not have one name for each dim, or has rules for its names.
     """
     value = variable.get_raw_value()
     names = variable.get_metadata("out_sharding", None)
@@ -454,10 +450,6 @@ class NNXModel(ModelInterface):
             `rngs`. The values of an `nnx.Module` are the initial values for every key. With a class
             or a function, the parameters for a key are the parameters of
             `model(rngs=nnx.Rngs(key))`, and no array is materialised before it is sharded.
-
-        Raises:
-          TypeError: A class needs more arguments than `rngs`, a function does not make a module, or
-            an instance has no values.
         """
         if isinstance(model, nnx.Module):
             make = _make_again(model)
@@ -504,10 +496,6 @@ class NNXModel(ModelInterface):
         method with `**kwargs` gets these `nnx.Rngs` too if the module has no random streams for the
         keys. If the method has no argument `train`, a value passed as `train` calls
         `module.train()` or `module.eval()`.
-
-        Raises:
-          ValueError: A variable is missing, or the call makes a variable that `mutable` does not
-            name, sets a sharded parameter, or draws random numbers without a key.
         """
         names = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
         every = mutable is True
@@ -575,7 +563,7 @@ class NNXModel(ModelInterface):
             out = nnx.capture(run, *types)(module)
         out, *states = out if types else (out,)
         made = None if every else frozenset(requested) - known
-        own = self._kept(module, made)
+        own = self._collect_kept(module, made)
         captured = [leaf for state in states for leaf in nnx.to_flat_state(state)]
         empty: dict[str, Any] = {name: {} for name in requested if name not in known}
         return out, empty | _by_collection([*own, *captured]), _by_collection(own)
@@ -615,14 +603,16 @@ class NNXModel(ModelInterface):
         if not isinstance(leaf, nnx.Variable):
             return value
         if isinstance(value, nn.Partitioned):
-            value = value.of_one_array() if isinstance(value, ArrayBox) else value
+            value = value.only_value() if isinstance(value, ArrayBox) else value
         if isinstance(value, nn.Partitioned):
             key = path_text(path)
             dims = None if self.loop_dims is None else self.loop_dims.get(key, frozenset())
             return gathering_variable(leaf, value, path=key, loop_dims=dims)
         return type(leaf).from_metadata(value, leaf.get_metadata())
 
-    def _kept(self, module: nnx.Module, made: frozenset[str] | None) -> list[tuple[Path, Any]]:
+    def _collect_kept(
+        self, module: nnx.Module, made: frozenset[str] | None
+    ) -> list[tuple[Path, Any]]:
         """Collects the variables of a module after a call, except parameters.
 
         `made` are the collections in which the call may make variables; `None` for all.

@@ -144,12 +144,7 @@ def first_sentences(documented: object) -> dict[str, str]:
 
 
 def check_options(builder: str, options: Mapping[str, Any], table: OptionTable) -> None:
-    """Refuses options that are unknown, missing or not allowed.
-
-    Raises:
-      TypeError: An option is unknown, missing or of the wrong type.
-      ValueError: A value is not among the choices, or a number is too small.
-    """
+    """Refuses options that are unknown, missing or not allowed."""
     for name in options:
         if name not in table:
             near = difflib.get_close_matches(name, table, n=1)
@@ -436,12 +431,7 @@ StoredDtypes = tuple[str | None, str | None]
 
 
 def choose_formats(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, CommPolicy]:
-    """Returns the dtypes in which parameters are stored, and the policy of their communication.
-
-    Raises:
-      ValueError: A dtype is not among `WIRE_DTYPES`; an option rounds gradients, but no quantizer
-        is given for gradients; or an option sets what XLA chooses in this mode.
-    """
+    """Returns the dtypes in which parameters are stored, and the policy of their communication."""
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):
         value = options[field]
@@ -480,9 +470,7 @@ def choose_formats(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDty
 def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Explains JAX's error about two floating-point dtypes if an option gives one of them.
 
-    Raises:
-      TypeError: An operation of the model or the loss combines a dtype that an option gives with
-        another. Other errors pass.
+    Other errors pass.
     """
     try:
         yield

@@ -52,8 +52,8 @@ from manualpar.core.parameters.placement import (
     ParameterInfo,
     computed_specs,
     describe_parameters,
-    on_stages,
     split_names,
+    split_over_stages,
     strip_boxes,
 )
 from manualpar.core.parameters.sharded_parameter import (
@@ -297,10 +297,7 @@ class LossTracer:
         """Describes the parameters, and traces nothing.
 
         Args:
-          interface: The model.
-          loss_fn: The loss.
           variables: The abstract variables by collection; parameters may be in boxes.
-          batch: The abstract global batch.
           batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
           mode: The mode, which decides who writes the collectives.
         """
@@ -364,7 +361,6 @@ class LossTracer:
         """Finds the dims that loops run over, by path, for each parameter that may be sharded.
 
         Args:
-          strategy: The strategy's name, for messages.
           is_gathered: Returns whether a parameter without an annotation may be in a box.
           is_reduced: As in `trace_model`.
           gathers_in_loss: As in `find_loop_dims`.
@@ -608,13 +604,8 @@ def trace_model(
     """Traces a model and its loss; computes nothing and touches no device.
 
     Args:
-      strategy: The strategy's name, for messages.
-      model: The model as the user gave it.
-      loss_fn: The loss.
-      batch: The abstract global batch.
       batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
       mode: The mode, which decides who writes the collectives.
-      stored_dtypes: The dtypes that floating-point parameters are cast to.
       options: The `ProgramOptions`; only options of the model are read.
       is_gathered: Returns whether the program would shard a parameter, or cast it where it is used,
         if the parameter had no annotation and no loop ran over its dims.
@@ -674,7 +665,7 @@ def trace_model(
     )
     infos = tracer.describe(tracer.boxed_params, loop_dims)
     if pipeline:
-        infos = on_stages(infos, stacked, pipeline.axis)
+        infos = split_over_stages(infos, stacked, pipeline.axis)
     infos = jax.tree.map(
         lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
     )

@@ -98,7 +98,6 @@ def accumulate(
     Args:
       loss_fn: `(params, collections, minibatch, rng) -> (loss, metrics, collections)`.
       params: The trained and the frozen parameters, see `partition`; boxes allowed.
-      collections: The collections before the first minibatch.
       minibatches: A tree whose leaves are `[M, B/M, ...]`, see `split_minibatches`.
       rng: The key; each minibatch gets a key derived from it.
       schedule: How the minibatches run: `unrolled` or `scanned`.
@@ -223,10 +222,6 @@ def _sum_over_parts(
     """Sums the results of `measure(params, collections, *part)` over minibatches.
 
     Only the operations that the results need run.
-
-    Raises:
-      ValueError: The results depend on collections, or on parameters of which this device has only
-        some layers.
     """
     first = jax.tree.map(lambda x: x[0], parts)
     given = whole(params) if whole else params
@@ -268,7 +263,6 @@ def _weights(totals: Any, number: int, outer_axes: tuple[str, ...]) -> Any:
 
     Args:
       totals: This device's count of each term, or its pair (sum, count) if counts have gradients.
-      number: The number of minibatches.
       outer_axes: As in `accumulate`.
 
     Communication:

@@ -110,9 +110,6 @@ def regather_for_backward(
       loops: Chooses how layers run; by default they run as the function says. The parameters are
         the function's first argument.
 
-    Returns:
-      The function, with the same values and gradients.
-
     Communication:
       The backward pass has one more all-gather for each parameter whose value it needs. (It does
       not need the value of a bias or of the first layer's kernel.)
@@ -296,7 +293,7 @@ def _drop_weights(
             is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
             cotangents = jax.tree.map(_instantiate, cotangents, is_leaf=is_zero)
             if not in_loop:  # The barrier keeps XLA from merging the second gather with the first.
-                inputs = _after(cotangents, inputs)
+                inputs = _hold_until(cotangents, inputs)
             pullback = jax.tree.unflatten(vjp, residuals.restore(saved, inputs))
             return _put(pullback(cotangents), wanted, (None,) * count)
 
@@ -456,7 +453,7 @@ def _instantiate(cotangent: Any) -> Any:
     return jax.sharding.reshard(zero, aval.sharding.spec) if is_typed else zero
 
 
-def _after(values: Any, inputs: Sequence[Any]) -> list[Any]:
+def _hold_until(values: Any, inputs: Sequence[Any]) -> list[Any]:
     """Returns the inputs through a barrier, so that XLA uses them only after `values` exist."""
     inputs = list(inputs)
     by_type: dict[frozenset[str], list[int]] = {}

@@ -31,13 +31,7 @@ KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean", OVERWRITTEN: "max"
 def check_sync_collections(
     builder: str, rules: Any, collections: Collections, sown: Iterable[tuple[str, ...]] = ()
 ) -> Mapping[str, CollectionSync]:
-    """Checks that each rule is known and that its name, a collection or a path, fits a variable.
-
-    Raises:
-      TypeError: The rules are not a mapping.
-      ValueError: A rule is not one of `COLLECTION_SYNCS`, or its name fits no variable. The message
-        says so if it fits one of the paths of `sown` values.
-    """
+    """Checks that each rule is known and that its name, a collection or a path, fits a variable."""
     if not isinstance(rules, Mapping):
         raise TypeError(
             f"{builder}: sync_collections={rules!r}, expected a dict such as {{'stats': 'sum'}}."
@@ -85,10 +79,6 @@ def sync_collections(
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
       before: The collections before the step, which are equal on all devices.
       rules: The reduction of each variable, by collection or path, see `check_sync_collections`.
-
-    Raises:
-      ValueError: A leaf varies and no rule fits it, or a leaf varies over axes that split no
-        examples.
 
     Communication:
       One all-reduce for each leaf whose type varies or whose rule is `"sum"`. Other leaves need no

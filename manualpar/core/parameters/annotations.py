@@ -151,8 +151,6 @@ def names_on(
     """Decides how a split parameter is sharded on a mesh.
 
     Args:
-      where: The beginning of an error message.
-      shape: The full parameter's shape.
       names: For each dimension the mesh axis, or tuple of axes, that it is split over, or `None`.
       sizes: The sizes of the mesh's axes. Other axes in `names` are ignored.
       shared: Whether devices may share entries, see `split`.
@@ -161,10 +159,6 @@ def names_on(
       Two tuples with an entry for each dimension: the axes that split the dimension, and the axes
       along which several devices use the same entry of the dimension. The second tuple is `()` if
       no devices share entries.
-
-    Raises:
-      ValueError: The size of a dimension is not divisible by the number of devices along its axes,
-        or an axis is named twice.
     """
     named = _axes(names)
     if len(set(named)) < len(named):
@@ -221,10 +215,6 @@ def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
     """Checks the user's rules and normalizes them: `None` for no axes, a string for one axis.
 
     Names that no parameter uses are allowed.
-
-    Raises:
-      TypeError: The rules are not a sequence of pairs of a name and axes.
-      ValueError: A rule names an axis that the mesh does not have, or an axis twice.
     """
     example = "(('embed', None), ('mlp', 'model'))"
     if not _is_sequence(rules):
@@ -268,11 +258,6 @@ def mesh_names(
     The rules inside an `nn.LogicallyPartitioned` have precedence over `rules`. A loop names its
     dimension by `nn.PARTITION_NAME`; this name is ignored unless it is a mesh axis or has a rule.
     `all_rules` is the line that `with_all_names` writes, for error messages.
-
-    Raises:
-      TypeError: The names are not a tuple of names, or the box has rules that are not pairs of a
-        name and axes.
-      ValueError: A name is unknown, or the annotation does not fit the shape, the mesh or a loop.
     """
     annotation = box.names
     is_tuple = _is_sequence(annotation) or isinstance(annotation, PartitionSpec)
@@ -336,7 +321,6 @@ def with_all_names(boxes: Iterable[tuple[Any, frozenset[int]]], mesh: Mesh, rule
     Args:
       boxes: The annotations of all parameters, each with the dimensions that loops run over.
       mesh: The mesh. Its axes need no rule in an `AxesOrLogicalNames`.
-      rules: The user's rules.
     """
     missing: dict[str, None] = {}
     for box, loop_dims in boxes:

@@ -346,7 +346,6 @@ def scatter_mean(
     Args:
       x: Each device's array, `[..., D, ...]`.
       dim: The dimension to scatter along; the size of `axes` divides it.
-      axes: The mesh axes.
       comm: The quantizer, which is used if it is worth it, and whether to scatter axis by axis.
       dtype: The dtype in which unquantized values are sent; by default the dtype of `x`.
 
@@ -374,10 +373,8 @@ def reduce_mean(x: jax.Array, axes: tuple[str, ...], *, comm: CommPolicy, dtype:
     """Returns the mean of the devices' arrays, whose type does not vary over `axes`.
 
     Args:
-      x: Each device's array.
       axes: The mesh axes; `()` returns `x`.
       comm: The quantizer, which is used if it is worth it, and the axes that it is used over.
-      dtype: The dtype in which an unquantized array is sent.
 
     Communication:
       One all-reduce in `dtype` for each group of `comm.reductions(axes)`: a device sends

@@ -129,7 +129,7 @@ def describe_parameters(
     return jax.tree_util.tree_map_with_path(info, params, is_leaf=is_box)
 
 
-def on_stages(infos: Infos, stacked: frozenset[str], axis: str) -> Any:
+def split_over_stages(infos: Infos, stacked: frozenset[str], axis: str) -> Any:
     """Marks the parameters in `stacked` as split over the stages along dim 0.
 
     Dim 0 is the dimension in which `nn.scan` stacks layers.

@@ -298,7 +298,6 @@ class RowQuantizer(abc.ABC):
         Args:
           x: Each device's array, `[..., D, ...]`.
           dim: The dimension to scatter along; the size of `axes` divides it.
-          axes: The mesh axes.
           key: A key that differs between devices, for stochastic rounding. Without a key, numbers
             are rounded to the nearest.
 
@@ -336,8 +335,6 @@ class RowQuantizer(abc.ABC):
         """Returns the mean over devices, with the same bits on all devices.
 
         Args:
-          x: Each device's array.
-          axes: The mesh axes.
           key: As in `scatter_sum`. Each of the two roundings has its own key, because the second
             would be biased if it depended on the first.
 

@@ -50,7 +50,7 @@ class ReplicatedParameter(ShardedParameter, eq=False):
     whole: Any = flax.struct.field(default=None)
 
     @classmethod
-    def of_gradient(cls, shard: ShardedParameter, whole: Any) -> "ReplicatedParameter":
+    def from_gradient(cls, shard: ShardedParameter, whole: Any) -> "ReplicatedParameter":
         """Makes the box of a parameter from the box that `zeros_of_shard` returns."""
         return cls(**_fields(shard), whole=whole)
 
@@ -60,10 +60,10 @@ class ReplicatedParameter(ShardedParameter, eq=False):
         Communication:
           Backward: the reduce-scatters of `scatter_gradients`. Forward: what `whole` needs.
         """
-        linked = self.of_one_array()
+        linked = self.only_value()
         return linked.unbox() if is_box(linked) else linked
 
-    def of_one_array(self) -> Any:
+    def only_value(self) -> Any:
         """Returns the parameter as an array or in the mode's box; its gradient is scattered."""
         value = self.whole.value if is_box(self.whole) else self.whole
         shard = ShardedParameter(**_fields(self))
@@ -90,7 +90,7 @@ class AveragedParameter(ShardedParameter, eq=False):
     """A replicated parameter whose gradient `unbox` averages over `comm.averaged_axes`."""
 
     @classmethod
-    def over(cls, axes: tuple[str, ...], parameter: Any) -> "AveragedParameter":
+    def from_parameter(cls, axes: tuple[str, ...], parameter: Any) -> "AveragedParameter":
         """Makes the box of a parameter, an array or its box, whose gradient is averaged."""
         if not is_box(parameter):
             parameter = ShardedParameter(parameter, (None,) * parameter.ndim)

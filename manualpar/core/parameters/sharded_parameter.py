@@ -134,7 +134,7 @@ class ArrayBox(nn.Partitioned, eq=False):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(jax.eval_shape(self.to_array) if name in OF_SHAPE else self.unbox(), name)
 
-    def of_one_array(self) -> Any:
+    def only_value(self) -> Any:
         """Returns an array, or a box whose only array is `value`, for code that keeps only that."""
         return self
 

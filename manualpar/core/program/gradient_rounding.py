@@ -35,12 +35,7 @@ from manualpar.core.trees import Grads, Infos, Params, PerDevice, Placements
 
 
 def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
-    """Refuses error feedback unless gradients are quantized once, after all minibatches.
-
-    Raises:
-      ValueError: `error_feedback=True` is incompatible with another option, which the message
-        names.
-    """
+    """Refuses error feedback unless gradients are quantized once, after all minibatches."""
     # If the strategy has replica axes, as HSDP, only the reduction over these axes is quantized.
     # This reduction runs once a step, in one collective, as error feedback requires.
     quantizes_all = not strategy.replica_axes
@@ -164,15 +159,15 @@ class ErrorFeedback(_ReductionQuantizer):
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
         """Reduce-scatters `x` plus the residual, and sets `lost`, see `Quantizer`."""
-        total, self.lost = self.quantizer.scatter_sum(self._with(x), dim, axes)
+        total, self.lost = self.quantizer.scatter_sum(self._add_residual(x), dim, axes)
         return total, self.lost
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
         """Averages `x` plus the residual, and sets `lost`, see `Quantizer`."""
-        mean, self.lost = self.quantizer.mean(self._with(x), axes)
+        mean, self.lost = self.quantizer.mean(self._add_residual(x), axes)
         return mean, self.lost
 
-    def _with(self, x: jax.Array) -> jax.Array:
+    def _add_residual(self, x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32) + self.residual
 
 
@@ -263,14 +258,9 @@ def gradient_rounding(
     """Makes the `GradientRounding` of a program.
 
     Args:
-      strategy: The strategy.
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
       placements: The same tree with a `Route` at each leaf.
-      mode: The mode.
       options: The options of the program, see `ProgramOptions`.
-
-    Raises:
-      ValueError: See `check_feedback`.
     """
     error_feedback, is_stochastic = options["error_feedback"], options["stochastic_rounding"]
     residuals: dict[str, Residual] = {}

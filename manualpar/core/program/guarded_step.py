@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh
+from manualpar.core.mesh.mesh_context import JittedOutsideMesh, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.state.metrics import UNEVEN
 from manualpar.core.state.state_arrays import list_some
@@ -39,7 +39,7 @@ _MENDS = {
 }
 
 
-class GuardedStep(OutsideMeshes):
+class GuardedStep(JittedOutsideMesh):
     """A jitted step that refuses donated arrays, and waits for earlier steps on simulated devices.
 
     A `GuardedStep` is called like the step. The step returns `metrics`, or a tuple
@@ -66,9 +66,6 @@ class GuardedStep(OutsideMeshes):
         """Wraps a step.
 
         Args:
-          name: The step's name, for error messages.
-          step: The jitted step.
-          mesh: The mesh on which it runs.
           check_state: Raises an error for a state that does not fit the program.
           abstract: The abstract state with shardings, to place leaves that a user has set.
         """

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.mesh.splitting import typed_key
 from manualpar.core.model.carried_collections import SOWN_COLLECTIONS
 from manualpar.core.model.interface import collections_of
@@ -43,130 +43,62 @@ Missing = Literal["error", "init"]
 RESIDUALS = "local/residuals/"  # See `manualpar.core.program.gradient_rounding`.
 
 
-class StartsFromArrays:
-    """The methods of a `Program` that load existing arrays and return its variables."""
+def init_from(
+    program: Any,
+    params_or_variables: Any,
+    rng: jax.Array | None = None,
+    *,
+    missing: Missing = "error",
+) -> TrainState:
+    """Makes a state at step 0 from existing parameters, see `Program.init_from`."""
+    check_has_devices("init_from", program.mesh)
+    if missing not in ("error", "init"):
+        raise ValueError(f"init_from: missing={missing!r}, expected 'error' or 'init'.")
+    if rng is None and missing == "init":
+        raise TypeError("init_from: rng is None with missing='init', expected a key.")
+    key = typed_key("init_from", jax.random.key(0) if rng is None else rng)
+    leaves = variable_leaves(program)
+    found = dict(_by_name(params_or_variables, program))
+    check_alive("init_from", variables=found)
+    plain, encodings = plain_leaves(program, leaves, only=found)
+    _check_all(
+        "init_from",
+        [leaf for leaf in plain if missing == "error" or leaf.name in found],
+        found,
+        _fits_as_variable,
+        "Pass the result of model.init, or set missing='init' and rng to make missing arrays.",
+    )
+    _warn_of_casts(plain, found)
+    placed: dict[str, jax.Array] = {}
+    for leaf in plain:
+        if leaf.name in found:
+            x = place_leaf("init_from", leaf, found[leaf.name])
+            encoding = encodings.get(leaf.name)
+            placed |= encoding.encode(x) if encoding else {leaf.name: x}
+    return state_with(program, leaves, placed, key)
 
-    def init_from(
-        self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
-    ) -> TrainState:
-        """Makes a state at step 0 from existing parameters.
 
-        ```python
-        state = program.init_from(model.init(key, x))            # from plain flax
-        state = program.init_from(numpy_params, rng)             # bare parameters
-        state = program.init_from({"encoder": pretrained}, rng, missing="init")
-        ```
+def adopt(program: Any, state: TrainState) -> TrainState:
+    """Converts the state of another program, see `Program.adopt`."""
+    check_has_devices("adopt", program.mesh)
+    leaves = leaves_of(program.abstract_state, program.unpadded_state)
+    found = _checked_state("adopt", leaves, state)
+    placed = [place_leaf("adopt", leaf, found[leaf.name]) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(program.abstract_state), placed)
 
-        Args:
-          params_or_variables: A tree of global arrays with the model's names. The tree contains
-            either parameters, or variables by collection (`{"params": ..., "batch_stats": ...}`).
-            Leaves are NumPy arrays, arrays on any devices, another program's parameters, or flax's
-            boxes. For an NNX model, an `nnx.State` or the module is accepted too, without its
-            random streams. Floats are cast to the dtype that the program stores, with a warning if
-            the cast loses precision. With several processes, each process passes the same tree.
-          rng: The key for missing arrays and for the state's key, as in `init`. By default
-            `jax.random.key(0)`.
-          missing: `"error"` refuses missing arrays. `"init"` makes missing arrays like `init(rng)`,
-            bit for bit.
 
-        Returns:
-          The state, on the program's devices. The optimizer's state is initialised from these
-          parameters.
-
-        Raises:
-          ValueError: Arrays are missing, unknown to the program, of another shape or kind, or
-            deleted, and the message names each; or the program is on an abstract mesh.
-          TypeError: An argument is of the wrong kind.
-
-        Communication:
-          None, except for arrays that are sharded over several processes, see
-          `state_arrays.to_host`. Each device receives its own shards from the host.
-        """
-        program: Any = self
-        check_has_devices("init_from", program.mesh)
-        if missing not in ("error", "init"):
-            raise ValueError(f"init_from: missing={missing!r}, expected 'error' or 'init'.")
-        if rng is None and missing == "init":
-            raise TypeError("init_from: rng is None with missing='init', expected a key.")
-        key = typed_key("init_from", jax.random.key(0) if rng is None else rng)
-        leaves = variable_leaves(program)
-        found = dict(_by_name(params_or_variables, program))
-        check_alive("init_from", variables=found)
-        plain, encodings = plain_leaves(program, leaves, only=found)
-        _check_all(
-            "init_from",
-            [leaf for leaf in plain if missing == "error" or leaf.name in found],
-            found,
-            _fits_as_variable,
-            "Pass the result of model.init, or set missing='init' and rng to make missing arrays.",
-        )
-        _warn_of_casts(plain, found)
-        placed: dict[str, jax.Array] = {}
-        for leaf in plain:
-            if leaf.name in found:
-                x = place_leaf("init_from", leaf, found[leaf.name])
-                encoding = encodings.get(leaf.name)
-                placed |= encoding.encode(x) if encoding else {leaf.name: x}
-        return state_with(program, leaves, placed, key)
-
-    def adopt(self, state: TrainState) -> TrainState:
-        """Converts the state of another program; its mesh, strategy or padding may differ.
-
-        Args:
-          state: A state of the same model, optimizer and dtypes, on any devices or on the host. The
-            state is not donated.
-
-        Returns:
-          The state with this program's shardings and padding. All values keep their bits, including
-          the step and the key. Residuals of error feedback start at zero if their shapes differ.
-
-        Raises:
-          ValueError: The state is of another model or optimizer, and the message names each
-            difference; the state has been donated; or the program is on an abstract mesh.
-          TypeError: The argument is not a `TrainState`.
-
-        Communication:
-          The same as for `init_from`.
-        """
-        program: Any = self
-        check_has_devices("adopt", program.mesh)
-        leaves = leaves_of(program.abstract_state, program.unpadded_state)
-        found = _checked_state("adopt", leaves, state)
-        placed = [place_leaf("adopt", leaf, found[leaf.name]) for leaf in leaves]
-        return jax.tree.unflatten(jax.tree.structure(program.abstract_state), placed)
-
-    def whole(self, state: TrainState) -> dict[str, Any]:
-        """Returns the variables of a state without sharding and padding, for flax on one device.
-
-        ```python
-        logits = model.apply(program.whole(state), inputs)
-        ```
-
-        Args:
-          state: A state of this program, or a state that `adopt` accepts.
-
-        Returns:
-          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays. The
-          arrays share no memory with the state, so the state may be donated.
-
-        Raises:
-          ValueError: The state does not fit or has been donated.
-          TypeError: The argument is not a `TrainState`.
-
-        Communication:
-          The same as for `init_from`, but no array is copied to a device.
-        """
-        program: Any = self
-        leaves = leaves_of(program.abstract_state, program.unpadded_state)
-        found = _checked_state("whole", leaves, state)
-        values = {
-            leaf.name.removeprefix("collections/"): read_unpadded("whole", leaf, found[leaf.name])
-            for leaf in leaves
-            if leaf.keys[0] in ("params", "collections")
-        }
-        arrays = [values[leaf.name] for leaf in variable_leaves(program)]
-        structure = jax.tree.structure(variables_of(program.unpadded_state))
-        return dict(jax.tree.unflatten(structure, arrays))
+def whole(program: Any, state: TrainState) -> dict[str, Any]:
+    """Returns the variables of a state without sharding and padding, see `Program.whole`."""
+    leaves = leaves_of(program.abstract_state, program.unpadded_state)
+    found = _checked_state("whole", leaves, state)
+    values = {
+        leaf.name.removeprefix("collections/"): read_unpadded("whole", leaf, found[leaf.name])
+        for leaf in leaves
+        if leaf.keys[0] in ("params", "collections")
+    }
+    arrays = [values[leaf.name] for leaf in variable_leaves(program)]
+    structure = jax.tree.structure(variables_of(program.unpadded_state))
+    return dict(jax.tree.unflatten(structure, arrays))
 
 
 def variables_of(state: TrainState) -> dict[str, Any]:
@@ -195,7 +127,6 @@ def plain_leaves(
     """Replaces the codes and scales of each quantized weight by the leaf of the plain weight.
 
     Args:
-      program: The program.
       leaves: The program's leaves, as `variable_leaves` returns them.
       only: The names of the plain (unquantized) weights to replace codes and scales by; `None` for
         all weights.
@@ -233,7 +164,7 @@ def state_with(
         opt_state = map_padded(pad_leaf, opt_state, (leaf.padding for leaf in opt_leaves))
         return state.replace(params=params, opt_state=opt_state, collections=collections)
 
-    on_auto = on_auto_axes(replace_variables, mesh=program.mesh, out_specs=program.layout)
+    on_auto = with_auto_axes(replace_variables, mesh=program.mesh, out_specs=program.layout)
     shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
     with no_mesh():  # XLA removes the unused initialisation of the placed variables.
         make = jax.jit(

@@ -72,9 +72,7 @@ class Update(Summarized):
         Args:
           tx: The optimizer. It gets optax's extra arguments if it accepts them: `value`, `grad`,
             and `value_fn`, a differentiable function of parameters that evaluates the same batch.
-          params: The parameters in the specs in which they are stored.
           grads: The global gradients, in the specs of the optimizer's state.
-          opt_state: The optimizer's state in the specs in which it is stored.
           value: The global loss, `[]`.
           value_and_grad: Computes the loss and the gradients at other parameters; both have the
             specs of `params` and `grads`.
@@ -196,11 +194,6 @@ def explain_optimizer(
     Args:
       step: The call of the optimizer, for the message, such as `its init`.
       offered: The extra arguments that the optimizer may get.
-      lost: The extra arguments that a part of the optimizer refuses.
-
-    Raises:
-      ValueError: The optimizer raised an AttributeError or a ValueError.
-      TypeError: The optimizer raised a TypeError.
     """
     try:
         yield

@@ -14,13 +14,7 @@ from manualpar.core.summary import describe_function
 
 
 def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
-    """Refuses a strategy with a wrong value in a field.
-
-    Raises:
-      ValueError: `gather_every` or `reduce_every` is not one of the allowed values.
-      TypeError: `replica_axes` is not a tuple, `place` or `sends` takes other arguments, or `sends`
-        does not return a `CommCounts`.
-    """
+    """Refuses a strategy with a wrong value in a field."""
     name = strategy.name
     check_choice(name, "gather_every", strategy.gather_every, ("minibatch", "step"))
     check_choice(name, "reduce_every", strategy.reduce_every, ("minibatch", "step"))
@@ -59,12 +53,7 @@ def _check_signature(strategy: Strategy, field: str, count: int, expected: str) 
 def place_parameter(
     strategy: Strategy, info: ParameterInfo, axes: tuple[str, ...], mesh: Mesh
 ) -> Placement:
-    """Asks a strategy for the placement of a parameter, and checks the placement.
-
-    Raises:
-      ValueError: The placement does not fit the parameter or the mesh.
-      TypeError: The strategy did not return a `Placement`.
-    """
+    """Asks a strategy for the placement of a parameter, and checks the placement."""
     prefix = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
     shared = {axis for name in info.shared_names for axis in axis_tuple(name)}
     axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)

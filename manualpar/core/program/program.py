@@ -24,9 +24,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
 from manualpar.core.mesh.mesh import platform_of
 from manualpar.core.mesh.mesh_context import (
-    OutsideMeshes,
+    JittedOutsideMesh,
     cannot_pickle,
-    on_auto_axes,
+    with_auto_axes,
 )
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch, shapes_of_batch, typed_key
@@ -58,9 +58,10 @@ from manualpar.core.parameters.placement import (
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
 from manualpar.core.parameters.trainable import partition, trained
+from manualpar.core.program import load_state
 from manualpar.core.program.gradient_rounding import GradientRounding, gradient_rounding
 from manualpar.core.program.guarded_step import GuardedStep, check_state
-from manualpar.core.program.load_state import Missing, StartsFromArrays, check_has_devices
+from manualpar.core.program.load_state import Missing, check_has_devices
 from manualpar.core.program.optimizer_update import Update, explain_optimizer
 from manualpar.core.program.placement_check import check_strategy, place_parameter
 from manualpar.core.program.step import Step
@@ -185,10 +186,8 @@ class JittedSteps:
         """Decides the shardings.
 
         Args:
-          mesh: The user's mesh.
           layout: The state with a `PartitionSpec` at each leaf.
           state: The abstract state, without shardings.
-          compiler_options: XLA's options for steps.
         """
         is_explicit = AxisType.Explicit in mesh.axis_types
         axis_type = AxisType.Explicit if is_explicit else AxisType.Auto
@@ -221,7 +220,7 @@ class JittedSteps:
             donate_argnums=0,
             compiler_options=self._compiler_options,
         )
-        return cast(TrainStep, self._guarded("train_step", jitted))
+        return cast(TrainStep, self._guard("train_step", jitted))
 
     def jit_eval_step(self, function: Callable[..., Any]) -> EvalStep:
         """Jits a `function(state, batch) -> metrics`."""
@@ -231,9 +230,9 @@ class JittedSteps:
             in_shardings=(self.shardings, None),
             compiler_options=self._compiler_options,
         )
-        return cast(EvalStep, self._guarded("eval_step", jitted))
+        return cast(EvalStep, self._guard("eval_step", jitted))
 
-    def jit_update(self, function: Callable[[TrainState], TrainState]) -> OutsideMeshes:
+    def jit_update(self, function: Callable[[TrainState], TrainState]) -> JittedOutsideMesh:
         """Jits a `function(state) -> state`; its calls donate the state."""
         return self._jit(
             function,
@@ -248,11 +247,13 @@ class JittedSteps:
         """Returns a function that refuses a state that does not fit; errors begin with `name`."""
         return functools.partial(check_state, name, self.abstract_state)
 
-    def _jit(self, function: Callable[..., Any], out_specs: Specs, **options: Any) -> OutsideMeshes:
-        on_auto = on_auto_axes(function, mesh=self.mesh, out_specs=out_specs)
-        return OutsideMeshes(jax.jit(on_auto, **options))
+    def _jit(
+        self, function: Callable[..., Any], out_specs: Specs, **options: Any
+    ) -> JittedOutsideMesh:
+        on_auto = with_auto_axes(function, mesh=self.mesh, out_specs=out_specs)
+        return JittedOutsideMesh(jax.jit(on_auto, **options))
 
-    def _guarded(self, name: str, step: OutsideMeshes) -> Any:
+    def _guard(self, name: str, step: JittedOutsideMesh) -> Any:
         if isinstance(self.mesh, AbstractMesh):  # Such a step can only be traced.
             return step
         return GuardedStep(name, step.jitted, self.mesh, self.check(name), self.abstract_state)
@@ -306,12 +307,11 @@ class OuterSteps(Summarized, abc.ABC):
         """Returns a program that loads states with the number of replicas in `per_device`.
 
         Args:
-          program: The program of these outer steps.
           per_device: The arrays of `TrainState.local`, or their shapes.
         """
 
     @abc.abstractmethod
-    def regroup(self, program: "Program", state: TrainState) -> TrainState:
+    def change_replicas(self, program: "Program", state: TrainState) -> TrainState:
         """Converts a state with another number of replicas to a state of `program`."""
 
 
@@ -322,10 +322,8 @@ _MODES: dict[str, type[Mode]] = {x.name: x for x in (Manual, Auto, Explicit, Unc
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Program(Summarized, StartsFromArrays):
+class Program(Summarized):
     """A model's training under one strategy.
-
-    The methods `init_from`, `adopt` and `whole` are in `manualpar.core.program.load_state`.
 
     Attributes:
       strategy: The strategy.
@@ -441,14 +439,86 @@ class Program(Summarized, StartsFromArrays):
     def init_from(
         self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
     ) -> TrainState:
-        """Makes a state from parameters, see `StartsFromArrays`; all replicas start with them."""
-        state = super().init_from(params_or_variables, rng, missing=missing)
+        """Makes a state at step 0 from existing parameters.
+
+        ```python
+        state = program.init_from(model.init(key, x))            # from plain flax
+        state = program.init_from(numpy_params, rng)             # bare parameters
+        state = program.init_from({"encoder": pretrained}, rng, missing="init")
+        ```
+
+        Args:
+          params_or_variables: A tree of global arrays with the model's names. The tree contains
+            either parameters, or variables by collection (`{"params": ..., "batch_stats": ...}`).
+            Leaves are NumPy arrays, arrays on any devices, another program's parameters, or flax's
+            boxes. For an NNX model, an `nnx.State` or the module is accepted too, without its
+            random streams. Floats are cast to the dtype that the program stores, with a warning if
+            the cast loses precision. With several processes, each process passes the same tree.
+          rng: The key for missing arrays and for the state's key, as in `init`. By default
+            `jax.random.key(0)`.
+          missing: `"error"` refuses missing arrays. `"init"` makes missing arrays like `init(rng)`,
+            bit for bit.
+
+        Returns:
+          The state, on the program's devices. The optimizer's state is initialised from these
+          parameters. All replicas of outer steps start with them.
+
+        Raises:
+          ValueError: Arrays are missing, unknown to the program, of another shape or kind, or
+            deleted, and the message names each; or the program is on an abstract mesh.
+          TypeError: An argument is of the wrong kind.
+
+        Communication:
+          None, except for arrays that are sharded over several processes, see
+          `state_arrays.to_host`. Each device receives its own shards from the host.
+        """
+        state = load_state.init_from(self, params_or_variables, rng, missing=missing)
         return state if self.outer is None else self.outer.start_replicas(self, state)
 
     def adopt(self, state: TrainState) -> TrainState:
-        """Converts another program's state, see `StartsFromArrays`; replica counts may differ."""
+        """Converts the state of another program; mesh, strategy, padding and replicas may differ.
+
+        Args:
+          state: A state of the same model, optimizer and dtypes, on any devices or on the host. The
+            state is not donated.
+
+        Returns:
+          The state with this program's shardings and padding. All values keep their bits, including
+          the step and the key. Residuals of error feedback start at zero if their shapes differ.
+
+        Raises:
+          ValueError: The state is of another model or optimizer, and the message names each
+            difference; the state has been donated; or the program is on an abstract mesh.
+          TypeError: The argument is not a `TrainState`.
+
+        Communication:
+          The same as for `init_from`.
+        """
         program = self.for_replicas_of(getattr(state, "local", {}))
-        return self.regroup(StartsFromArrays.adopt(program, state))
+        return self.change_replicas(load_state.adopt(program, state))
+
+    def whole(self, state: TrainState) -> dict[str, Any]:
+        """Returns the variables of a state without sharding and padding, for flax on one device.
+
+        ```python
+        logits = model.apply(program.whole(state), inputs)
+        ```
+
+        Args:
+          state: A state of this program, or a state that `adopt` accepts.
+
+        Returns:
+          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays. The
+          arrays share no memory with the state, so the state may be donated.
+
+        Raises:
+          ValueError: The state does not fit or has been donated.
+          TypeError: The argument is not a `TrainState`.
+
+        Communication:
+          The same as for `init_from`, but no array is copied to a device.
+        """
+        return load_state.whole(self, state)
 
     def for_replicas_of(self, per_device: Mapping[str, Any]) -> "Program":
         """Returns a program that loads states with another number of replicas.
@@ -458,9 +528,9 @@ class Program(Summarized, StartsFromArrays):
         """
         return self if self.outer is None else self.outer.for_replicas_of(self, per_device)
 
-    def regroup(self, state: TrainState) -> TrainState:
+    def change_replicas(self, state: TrainState) -> TrainState:
         """Converts a state with another number of replicas to this program's number."""
-        return state if self.outer is None else self.outer.regroup(self, state)
+        return state if self.outer is None else self.outer.change_replicas(self, state)
 
 
 def make_program(

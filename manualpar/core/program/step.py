@@ -86,7 +86,6 @@ def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:
     Args:
       grads: A tree of gradients without boxes. They must be summed and cast already, because the
         sum and the cast may overflow. Integers and empty arrays are finite.
-      axis_names: The mesh axes that split the batch.
 
     Returns:
       `float32[]`, 1 if a gradient is not finite, else 0. Inside `shard_map`, devices along
@@ -116,7 +115,8 @@ def is_finite(sums: StepSums) -> jax.Array:
 # -------------------------------------------------------------------------------------------------
 
 
-Aux: TypeAlias = tuple[Collections, PerDevice]
+# What a step carries to the next one, beside parameters and the optimizer's state.
+Carried: TypeAlias = tuple[Collections, PerDevice]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -155,16 +155,17 @@ class Step(Summarized):
         """Makes one training step; returns the new state and the metrics of the batch."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
         rng, key = jax.random.split(state.rng)
-        aux = state.collections, state.local
+        carried = state.collections, state.local
         gradients = self.gradients(batch)
-        grads, sums, new_aux = gradients(state.params, aux, key, batch)
-        new_aux = self._of_parameters(state, new_aux[0], key, batch), new_aux[1]
+        grads, sums, (collections, per_device) = gradients(state.params, carried, key, batch)
+        collections = self._compute_from_parameters(state, collections, key, batch)
+        new = collections, per_device
         metrics = dict(sums.metrics) | self._uneven(sums)
-        is_applied, (collections, per_device) = self._check_finite(sums, metrics, new_aux, aux)
+        is_applied, (collections, per_device) = self._check_finite(sums, metrics, new, carried)
         params, frozen = partition(self.placements, state.params)
 
         def value_and_grad(params: Params) -> tuple[jax.Array, Grads]:
-            grads, sums, _ = gradients(combine((params, frozen)), aux, key, batch)
+            grads, sums, _ = gradients(combine((params, frozen)), carried, key, batch)
             return sums.loss, grads
 
         params, opt_state, norms = self.update(
@@ -195,7 +196,7 @@ class Step(Summarized):
     @property
     def checks_loss(self) -> bool:
         """Whether a trace of `train` already checks the loss, so that `loss_only` is not traced."""
-        return self._makes_weights_again and self.strategy.gather_every == "minibatch"
+        return self._regathers and self.strategy.gather_every == "minibatch"
 
     def loss_only(self, state: TrainState, batch: Batch) -> Metrics:
         """Calls the loss on one minibatch as `train` does, but without derivatives.
@@ -216,40 +217,38 @@ class Step(Summarized):
 
     def gradients(
         self, batch: Batch
-    ) -> Callable[[Params, Aux, jax.Array, Batch], tuple[Grads, StepSums, Aux]]:
+    ) -> Callable[[Params, Carried, jax.Array, Batch], tuple[Grads, StepSums, Carried]]:
         """Returns a function that computes the global gradients of batches shaped like `batch`.
 
         The returned function takes global arrays and runs `_gradients_on_device` on each device.
         Its gradients have the specs of the optimizer's state.
         """
-        aux_specs = PartitionSpec(), self.rounding.specs()
-        out_specs = (state_specs(trained(self.placements)), PartitionSpec(), aux_specs)
-        return self._on_mesh(self._gradients_on_device, batch, out_specs, aux_specs)
+        carried_specs = PartitionSpec(), self.rounding.specs()
+        out_specs = (state_specs(trained(self.placements)), PartitionSpec(), carried_specs)
+        return self._on_mesh(self._gradients_on_device, batch, out_specs, carried_specs)
 
     def _gradients_on_device(
-        self, params: Params, aux: Aux, rng: jax.Array, batch: Batch
-    ) -> tuple[Grads, StepSums, Aux]:
+        self, params: Params, carried: Carried, rng: jax.Array, batch: Batch
+    ) -> tuple[Grads, StepSums, Carried]:
         """Computes the gradients on one device, from its shards and its examples.
 
         Args:
           params: The parameters, sharded as they are stored.
-          aux: The model's collections, and the state that differs between devices
+          carried: The model's collections, and the state that differs between devices
             (`TrainState.local`).
-          rng: The key of the step.
-          batch: The device's part of the batch.
 
         Returns:
           The gradients, sharded like the optimizer's state; the loss and the metrics, summed over
-          all devices; and the new `aux`.
+          all devices; and the new `carried`.
         """
-        mode, (collections, per_device) = self.mode, aux
+        mode, (collections, per_device) = self.mode, carried
         # Box the parameters twice: with the specs of parameters, and with the specs of gradients.
         boxes = self._gather_for_step(self._boxes(params))
         params, _ = partition(self.placements, params)
         grad_boxes = self._map_trained(functools.partial(mode.box, as_state=True), params)
         boxes, frozen = partition(self.placements, boxes)
         boxes, grad_boxes = self.rounding.with_keys(rng, boxes, grad_boxes)
-        boxes, others = self._divide_replicated(boxes, grad_boxes, frozen)
+        boxes, others = self._split_off_scattered(boxes, grad_boxes, frozen)
         # Differentiate the loss of each minibatch, and add up the gradients.
         grads, sums, new_collections = self._accumulate(
             (boxes, others),
@@ -306,7 +305,7 @@ class Step(Summarized):
             return boxes
         return self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
 
-    def _divide_replicated(
+    def _split_off_scattered(
         self, boxes: Params, grad_boxes: Params, frozen: Params
     ) -> tuple[Params, Params]:
         """Divides a replicated parameter if its gradient is scattered where it is used.
@@ -321,7 +320,7 @@ class Step(Summarized):
         def averaged(place: Route, box: Any) -> Any:
             if not place.is_averaged_in_loop or is_masked(box):
                 return box
-            return AveragedParameter.over(place.mean_axes, box)
+            return AveragedParameter.from_parameter(place.mean_axes, box)
 
         boxes = self._map(averaged, boxes)
 
@@ -344,7 +343,7 @@ class Step(Summarized):
 
         If needed, its backward pass gathers parameters again.
         """
-        if not self._makes_weights_again and (self.pipeline or not self.loops.changes_layers):
+        if not self._regathers and (self.pipeline or not self.loops.changes_layers):
             return loss
         return regather_for_backward(
             loss,
@@ -355,7 +354,7 @@ class Step(Summarized):
         )
 
     @property
-    def _makes_weights_again(self) -> bool:
+    def _regathers(self) -> bool:
         dequantizes = self.model.interface.decodes_weights or self.mode.comm.gather.quantizer
         return self.pipeline is None and bool(self.strategy.reshard_after_forward or dequantizes)
 
@@ -401,7 +400,7 @@ class Step(Summarized):
         metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
         return metrics
 
-    def _of_parameters(
+    def _compute_from_parameters(
         self, state: TrainState, collections: Collections, key: jax.Array, batch: Batch
     ) -> Collections:
         """Computes the variables that depend on parameters alone, such as a teacher's average.
@@ -453,16 +452,16 @@ class Step(Summarized):
         return put(collections, run_needed(run, params, state.collections, key, batch))
 
     def _check_finite(
-        self, sums: StepSums, metrics: Metrics, new_aux: Aux, aux: Aux
-    ) -> tuple[jax.Array | None, Aux]:
+        self, sums: StepSums, metrics: Metrics, new: Carried, carried: Carried
+    ) -> tuple[jax.Array | None, Carried]:
         """Decides whether the step is applied, and adds the metric `nonfinite`.
 
         Returns:
-          `bool[]`, whether the step is applied (`None` if every step is), and `new_aux`, or `aux`
+          `bool[]`, whether the step is applied (`None` if every step is), and `new`, or `carried`
           if the step is not applied.
         """
         if self.nonfinite == "ignore":
-            return None, new_aux
+            return None, new
         if "nonfinite" in metrics:
             raise ValueError(
                 f"{self.strategy.name}: nonfinite={self.nonfinite!r} reports a metric 'nonfinite', "
@@ -471,9 +470,9 @@ class Step(Summarized):
         finite = is_finite(sums)
         metrics["nonfinite"] = (1 - finite.astype(jnp.float32), jnp.ones(()))
         if self.nonfinite == "report":
-            return None, new_aux
+            return None, new
         select = functools.partial(jax.lax.select, finite)
-        return finite, jax.tree.map(select, new_aux, aux)
+        return finite, jax.tree.map(select, new, carried)
 
     def _uneven(self, sums: StepSums) -> Metrics:
         """Returns how far the loss is off if its parts have different divisors, see `UNEVEN`."""
@@ -489,15 +488,20 @@ class Step(Summarized):
         return {UNEVEN: (off, jnp.ones(()))}
 
     def _on_mesh(
-        self, function: Callable[..., Any], batch: Batch, out_specs: Specs, aux_specs: Specs = None
+        self,
+        function: Callable[..., Any],
+        batch: Batch,
+        out_specs: Specs,
+        carried_specs: Specs = None,
     ) -> Callable[..., Any]:
         """Turns a function that runs on each device into a function of global arrays.
 
-        The function takes `(params, aux, rng, batch)`. Without `aux_specs`, `aux` is replicated.
+        The function takes `(params, carried, rng, batch)`. Without `carried_specs`, `carried` is
+        replicated.
         """
         in_specs = (
             param_specs(self.placements),
-            aux_specs or PartitionSpec(),
+            carried_specs or PartitionSpec(),
             PartitionSpec(),
             self.roles.batch_specs(batch),
         )
@@ -511,11 +515,11 @@ class Step(Summarized):
 
 
 def _join(place: Route, x: Any, other: Any) -> Any:
-    """Joins what `_divide_replicated` and `partition` divided, and gathers it if it is kept."""
+    """Joins what `_split_off_scattered` and `partition` divided, and gathers it if it is kept."""
     if is_masked(x):
         x = other
     elif not is_masked(other):
-        x = ReplicatedParameter.of_gradient(x, other)
+        x = ReplicatedParameter.from_gradient(x, other)
     return _unbox_kept(place, x)
 
 

@@ -132,9 +132,6 @@ def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
 def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
     """Copies an array to the host without its padding; copies the data of a typed key.
 
-    Raises:
-      ValueError: The padding is not zeros.
-
     Communication:
       The communication of `to_host`.
     """

@@ -44,11 +44,7 @@ def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
 
 
 def expanded(eqn: Any) -> ClosedJaxpr:
-    """Expands a composite primitive into a program.
-
-    Raises:
-      ValueError: The expansion contains a collective, whose axis is not bound here.
-    """
+    """Expands a composite primitive into a program."""
     primitive = eqn.params["_prim"]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), primitive.in_avals)
     try:

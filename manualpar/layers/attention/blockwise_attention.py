@@ -232,8 +232,8 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
     """Adds, for each pair of blocks, the pair's keys to the sums of the pair's queries."""
 
     def add(all_sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
-        query_block, key_block = _at(queries, pair[0]), _at(keys, pair[1])
-        sums = _at(all_sums, pair[0])
+        query_block, key_block = _get(queries, pair[0]), _get(keys, pair[1])
+        sums = _get(all_sums, pair[0])
         scores, _ = _scores(query_block, key_block, scoring)
         largest = jnp.maximum(sums.largest, scores.max(-1))
         weights, fading = jnp.exp(scores - largest[..., None]), jnp.exp(sums.largest - largest)
@@ -261,8 +261,8 @@ def attend_backward(
     scale = queries.query.shape[-1] ** -0.5
 
     def add(totals: Any, pair: jax.Array) -> tuple[Any, None]:
-        query_block, key_block = _at(queries, pair[0]), _at(keys, pair[1])
-        known = _at(seen, pair[0])
+        query_block, key_block = _get(queries, pair[0]), _get(keys, pair[1])
+        known = _get(seen, pair[0])
         scores, slope = _scores(query_block, key_block, scoring)
         weights = jnp.exp(scores - known.log_weights[..., None])
         of_weights = _product("bkgsh,bkth->bkgst", known.gradient, key_block.value)
@@ -274,7 +274,7 @@ def attend_backward(
         of_value = _product("bkgst,bkgsh->bkth", weights.astype(g.dtype), g)
         places = (pair[0], pair[1], pair[1])
         new = (
-            _put(total, _at(total, place) + part, place)
+            _put(total, _get(total, place) + part, place)
             for total, part, place in zip(totals, (of_query, of_key, of_value), places, strict=True)
         )
         return tuple(new), None
@@ -308,7 +308,7 @@ def _cut_labels(
     return position, None if documents is None else _cut(documents, size, parts)
 
 
-def _at(tree: Any, index: jax.Array) -> Any:
+def _get(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 

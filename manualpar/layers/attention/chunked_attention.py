@@ -71,7 +71,7 @@ def attend_in_blocks(
       value: `[B, S, K, H]`, of the dtype of `key`.
       documents: `int32[B, S]`, or `None` if each sequence is one document.
       scoring: Which keys a query sees, and the cap of scores.
-      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
+      sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -113,9 +113,8 @@ def attend_from_half_blocks(
       positions: `int32[S]`, of the queries.
       documents: The documents of the queries, `int32[B, S]`, and of the keys, `int32[B, C S]`; or
         `(None, None)` if each sequence is one document.
-      axis: The mesh axis over which the sequence is split.
       scoring: Which keys a query sees, and the cap of scores.
-      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
+      sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.

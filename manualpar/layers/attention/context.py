@@ -49,15 +49,15 @@ from manualpar.layers.attention.blockwise_attention import (
     seen_pairs,
     spans,
 )
+from manualpar.layers.attention.causal_attention import AttentionKind, attention, check_attention
 from manualpar.layers.attention.chunked_attention import attend_from_half_blocks
-from manualpar.layers.attention.kinds import AttentionKind, attention, check_attention
 from manualpar.layers.attention.splash_attention import (
     attend_part,
     attend_part_backward,
     fits_parts,
 )
 from manualpar.layers.boundaries import bound_axes, has_lost_types, platform_traced_for
-from manualpar.layers.field_groups import FieldGroup, flat_field, refuse_unknown
+from manualpar.layers.model_fields import FieldGroup, flat_field, refuse_unknown
 from manualpar.layers.ring import shift
 
 # -------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def ring_attention(
       axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
       scoring: Which keys a query sees, and the cap of scores. Keys that no query sees are sent too.
       by_kernel: Whether JAX's kernel for TPUs computes the half-blocks, see `splash_ring`.
-      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
+      sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -529,13 +529,14 @@ class Context(FieldGroup):
           value: `[B, S/axis, K, H]`, of the dtype of `key`.
           documents: `int32[B, S/axis]`, the document number of each position. A query sees only
             keys with the query's number. `None` if each sequence is one document.
-          kind: The implementation, see `manualpar.layers.attention.kinds`. `"ring"` and `"gather"`
-            compute in blocks; on TPUs JAX's kernel computes the blocks of a ring if the kernel
-            supports these blocks.
+          kind: The implementation, see `manualpar.layers.attention.attention`. `"ring"` and
+            `"gather"` compute in blocks; on TPUs JAX's kernel computes the blocks of a ring if the
+            kernel supports these blocks.
           window: How many positions a query sees, including the query's position; `None` for all.
-          soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
-          chunk: The length of the chunks, see `manualpar.layers.attention.kinds`; `None` for none.
-          sinks: `float32[N]`, the sinks, see `manualpar.layers.attention.kinds`; `None` for none.
+          soft_cap: Bounds scores; `None` for none. This argument and the next two are those of
+            `manualpar.layers.attention.attention`.
+          chunk: The length of the chunks; `None` for none.
+          sinks: `float32[N]`, the sinks; `None` for none.
 
         Returns:
           `[B, S/axis, N, H]`.

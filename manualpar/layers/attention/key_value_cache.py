@@ -1,22 +1,16 @@
-"""The cache of keys and values in generation, and attention from new tokens to the cache.
+"""The cache of keys and values in generation, and attention from one new token to the cache.
 
 The first call (`Prompts`) runs a forward pass like in training on the prompts, and the layers keep
-the keys and values. Each later call (`Past`) adds one token, or a few, to each row of the batch. A
-new token attends to the cache, to the new tokens before it and to itself. `attend_to_kept` does not
-write the tokens' keys and values into the cache, so that a loop over layers only reads the cache
-and does not copy it.
+the keys and values. Each later call (`Past`) adds one token to each row of the batch. The new token
+attends to the cache and to itself. `attend_to_kept` does not write the token's keys and values into
+the cache, so that a loop over layers only reads the cache and does not copy it.
 
 A layer keeps the latest `C` positions of each row in a ring: position `p` is in slot `p % C`. A
 layer with a window, or with chunks, keeps only as many positions. Prompts are padded on the right.
 No query sees the padding, because the length of each row decides which slots hold positions.
 
-New tokens may turn out to be wrong. Then the row goes on at the position of the first wrong token:
-no query sees the keys of wrong tokens, and the tokens that follow overwrite them. In a ring the
-wrong keys have replaced older keys, so a layer with a window or with chunks has `Prompts.spare`
-more slots. With at most `spare` wrong tokens no later token sees the replaced positions.
-
-Symbols: `B` rows, `S` positions of a prompt or new tokens, `C` slots, `N` query heads, `K` key and
-value heads, `G` query heads that share a key head, `H` features of a head.
+Symbols: `B` rows, `S` positions of a prompt, `C` slots, `N` query heads, `K` key and value heads,
+`G` query heads that share a key head, `H` features of a head.
 
 Invariants: keys are rotated before they are kept. Scores and their softmax are float32.
 """
@@ -44,21 +38,18 @@ class Prompts:
     Attributes:
       length: `int32[B]`, the number of tokens of each prompt; padding follows the tokens.
       size: The largest number of positions of a row, for prompt and answer together.
-      spare: The most new tokens of a later call that may turn out to be wrong.
     """
 
     length: jax.Array
     size: int = flax.struct.field(pytree_node=False)
-    spare: int = flax.struct.field(pytree_node=False, default=0)
 
 
 class Past(NamedTuple):
-    """The arguments of a call with new tokens for each row.
+    """The arguments of a call with one new token for each row.
 
     Attributes:
-      position: `int32[B, S]`, the positions of the new tokens. The first position of a row is the
-        number of tokens before it.
-      start: `int32[B, S]`, the position at which the document of each new token begins.
+      position: `int32[B]`, the position of the new token, which is the number of tokens before it.
+      start: `int32[B]`, the position at which the document of the new token begins.
     """
 
     position: jax.Array
@@ -79,29 +70,27 @@ def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, scoring: Scoring) -> jax.A
 
     Args:
       x_BSKH: `[B, S, K, H]`, keys or values at all positions of the padded prompts.
-      prompts: The lengths of the prompts.
       scoring: Which positions the layer sees.
 
     Returns:
-      `[B, C, K, H]`, where `C` is `prompts.size`, or the window or the chunk and `prompts.spare` if
-      that is less.
+      `[B, C, K, H]`, where `C` is `prompts.size`, or the window or the chunk if that is less.
 
     Communication:
       None.
     """
     seen = [limit for limit in (scoring.window, scoring.chunk) if limit is not None]
-    slots = min([prompts.size, *(limit + prompts.spare for limit in seen)])
+    slots = min([prompts.size, *seen])
     index_BC = jnp.clip(kept_positions(prompts.length, slots), 0, x_BSKH.shape[1] - 1)
     return jnp.take_along_axis(x_BSKH, index_BC[:, :, None, None], axis=1)
 
 
-def append(cache: Any, new: Any, position_BS: jax.Array) -> Any:
-    """Writes the keys and values of the new tokens of each row into the slots.
+def append(cache: Any, new: Any, position_B: jax.Array) -> Any:
+    """Writes the keys and values of a new token of each row into the slots.
 
     Args:
       cache: A tree of `[..., B, C, K, H]`.
-      new: A tree of `[..., B, S, K, H]`.
-      position_BS: `int32[B, S]`, the positions of the tokens.
+      new: A tree of `[..., B, 1, K, H]`.
+      position_B: `int32[B]`, the position of the token.
 
     Returns:
       The tree of `cache`, with the new tokens; if all slots are used, a new token replaces the
@@ -110,10 +99,10 @@ def append(cache: Any, new: Any, position_BS: jax.Array) -> Any:
     Communication:
       None.
     """
-    rows = jnp.arange(position_BS.shape[0])[:, None]
+    rows = jnp.arange(position_B.shape[0])
 
-    def write(x: jax.Array, tokens: jax.Array) -> jax.Array:
-        return x.at[..., rows, position_BS % x.shape[-3], :, :].set(tokens)
+    def write(x: jax.Array, token: jax.Array) -> jax.Array:
+        return x.at[..., rows, position_B % x.shape[-3], :, :].set(token[..., 0, :, :])
 
     return jax.tree.map(write, cache, new)
 
@@ -127,53 +116,48 @@ def attend_to_kept(
     scoring: Scoring,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attends from the new tokens of each row to the cache and to the new tokens up to themselves.
+    """Attends from one new token of each row to the cache and to the token itself.
 
     Args:
-      query: `[B, S, N, H]`, rotated.
-      key: `[B, S, K, H]`, rotated.
-      value: `[B, S, K, H]`.
+      query: `[B, 1, N, H]`, rotated.
+      key: `[B, 1, K, H]`, rotated.
+      value: `[B, 1, K, H]`.
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
-      past: The positions of the new tokens.
       scoring: Which positions the layer sees, and the bound of scores.
-      sinks: `float32[N]`, see `manualpar.layers.attention.kinds.attention`; `None` for none.
+      sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 
     Returns:
-      `[B, S, N, H]`.
+      `[B, 1, N, H]`.
 
     Communication:
       None.
     """
-    B, S, N, H = query.shape
+    B, _, N, H = query.shape
     C, K = kept[0].shape[1:3]
-    query_BSKGH = query.reshape(B, S, K, -1, H)
+    query_BKGH = query.reshape(B, K, -1, H)
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def score(keys_BXKH: jax.Array, is_seen_BSX: jax.Array) -> jax.Array:
-        scores = einsum("bskgh,bxkh->bksgx", query_BSKGH, keys_BXKH) * H**-0.5
+    def score(keys_BXKH: jax.Array) -> jax.Array:
+        scores = einsum("bkgh,bxkh->bkgx", query_BKGH, keys_BXKH) * H**-0.5
         if scoring.soft_cap is not None:
             scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
-        return jnp.where(is_seen_BSX[:, None, :, None], scores, MASKED)
+        return scores
 
-    def mix(weights_BKSGX: jax.Array, values_BXKH: jax.Array) -> jax.Array:
-        return einsum("bksgx,bxkh->bskgh", weights_BKSGX, values_BXKH)
+    def mix(weights_BKGX: jax.Array, values_BXKH: jax.Array) -> jax.Array:
+        return einsum("bkgx,bxkh->bkgh", weights_BKGX, values_BXKH)
 
-    first_BS1 = jnp.maximum(past.start, 0)[..., None]
+    first_B = jnp.maximum(past.start, 0)
     if scoring.window is not None:
-        first_BS1 = jnp.maximum(first_BS1, past.position[..., None] - scoring.window + 1)
+        first_B = jnp.maximum(first_B, past.position - scoring.window + 1)
     if scoring.chunk is not None:
-        first_BS1 = jnp.maximum(
-            first_BS1, past.position[..., None] // scoring.chunk * scoring.chunk
-        )
-    of_kept = score(kept[0], kept_positions(past.position[:, 0], C)[:, None] >= first_BS1)
-    is_before = jnp.tri(S, dtype=bool)[None]
-    of_new = score(key, is_before & (past.position[:, None] >= first_BS1))
-    scores = jnp.concatenate([of_kept, of_new], axis=-1)
+        first_B = jnp.maximum(first_B, past.position // scoring.chunk * scoring.chunk)
+    is_seen_BC = kept_positions(past.position, C) >= first_B[:, None]
+    of_kept = jnp.where(is_seen_BC[:, None, None], score(kept[0]), MASKED)
+    scores = jnp.concatenate([of_kept, score(key)], axis=-1)
     if sinks is not None:
-        of_sinks = sinks.reshape(1, K, 1, -1, 1)
-        of_sinks = jnp.broadcast_to(of_sinks, (*scores.shape[:-1], 1))
+        of_sinks = jnp.broadcast_to(sinks.reshape(1, K, -1, 1), (*scores.shape[:-1], 1))
         scores = jnp.concatenate([of_sinks, scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     weights = weights if sinks is None else weights[..., 1:]
     out = mix(weights[..., :C], kept[1]) + mix(weights[..., C:], value)
-    return out.reshape(B, S, N, -1).astype(query.dtype)
+    return out.reshape(B, 1, N, -1).astype(query.dtype)

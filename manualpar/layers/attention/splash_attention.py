@@ -93,9 +93,6 @@ def splash_attention(
     Returns:
       `[B, S, N, H]`, of the dtype of `query`.
 
-    Raises:
-      ValueError: The kernel cannot run on such arrays.
-
     Communication:
       None. If the mesh has automatic axes, XLA may have to reshard the arguments for the nested
       `shard_map`. It splits the batch over the axes that divide the batch, in the order of the
@@ -283,11 +280,7 @@ def attend_part(
 def attend_part_backward(
     queries: Queries, seen: Seen, keys: Keys, scoring: Scoring, *, is_causal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the terms of one block of keys in the gradients, in float32.
-
-    Returns:
-      The gradients of queries, keys and values.
-    """
+    """Computes the terms of one block of keys in the gradients, in float32."""
     run = functools.partial(_backward, is_causal=is_causal, scoring=scoring)
     arrays = _arrays(queries, keys)
     shape = arrays[0].shape

@@ -37,9 +37,6 @@ def run_unchecked(function: Callable[..., Any], *args: Any) -> Any:
     Returns:
       `function(*args)`, typed as varying over all axes over which an argument varies.
 
-    Raises:
-      ValueError: The function contains a collective or asks for the device's index.
-
     Communication:
       None.
 

@@ -7,7 +7,7 @@ import jax
 
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.layers.boundaries import bound_axes
-from manualpar.layers.field_groups import (
+from manualpar.layers.model_fields import (
     MOST_WRITTEN_OUT,
     FieldGroup,
     config_field,
@@ -126,11 +126,7 @@ def check_known(experts: Any) -> None:
 
 
 def check_routing(experts: Any) -> None:
-    """Refuses the numbers that say how tokens choose experts, in an `Experts` or a `MoE`.
-
-    Raises:
-      ValueError: A number is out of range, or does not fit another one.
-    """
+    """Refuses the numbers that say how tokens choose experts, in an `Experts` or a `MoE`."""
     number, top_k, groups = experts.num_experts, experts.top_k, experts.groups
     if not 1 <= top_k <= number:
         refuse(experts, "top_k", f"from 1 to num_experts={number}")
@@ -154,11 +150,7 @@ def check_routing(experts: Any) -> None:
 
 
 def check_moe(moe: Any, x: jax.Array, mask: jax.Array | None) -> None:
-    """Refuses fields of a `MoE` that are out of range, or do not fit its arguments.
-
-    Raises:
-      ValueError: See above; the message names the field.
-    """
+    """Refuses fields of a `MoE` that are out of range, or do not fit its arguments."""
     for field in ("num_experts", "mlp_size"):
         if getattr(moe, field) < 1:
             refuse(moe, field, "at least 1")

@@ -111,7 +111,6 @@ def gated_mlp(
 
     Args:
       x: `[..., D]`.
-      weights: The weights.
       gating: How gates multiply features.
       product: `product(x, weights)` multiplies rows with the weights of their experts.
       of_rows: Returns the bias of each row from the biases of the experts.
@@ -186,7 +185,6 @@ def compute_with_capacity(
       x_BSD: `[B/data, S, D]`, the tokens.
       chosen_BSK: `int32[B/data, S, K]`, the experts of each token; `E` for none.
       gates_BSK: `[B/data, S, K]`, the weights of these experts' outputs.
-      experts: The experts.
       capacity: How many tokens of a sequence an expert takes.
       context: How sequences are split over devices.
 
@@ -632,7 +630,6 @@ def all_to_all_bytes(
     `nn.remat` there are six, because the forward pass is computed again.
 
     Args:
-      moe: The layer.
       shape: `[B/data, S, D]`, a device's tokens of one minibatch.
       devices: The number of devices along the layer's axis, `N`, that exchange the tokens.
       itemsize: The bytes of an element.
@@ -649,11 +646,7 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
 
 
 def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether, by the type of `x`, tokens differ along `axes`.
-
-    Raises:
-      ValueError: The tokens differ along only some of the axes.
-    """
+    """Returns whether, by the type of `x`, tokens differ along `axes`."""
     differing = [axis for axis in axes if axis in varying_axes(x)]
     if differing and len(differing) < len(axes):
         raise ValueError(

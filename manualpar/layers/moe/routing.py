@@ -77,7 +77,6 @@ def route(
       top_k: The number of experts of a token, `K`.
       gates: How logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each logit.
       normalize: Whether the gates of a token are divided by their sum; only with `top_k > 1`.
-      scale: The factor by which the gates are then multiplied.
       bias_E: `float32[E]`, added to the scores only for the choice of experts; `None` for no bias.
       groups: The number of groups into which neighbouring experts are divided; 1 for no groups.
       groups_per_token: The number of groups that a token may use; groups with the highest scores

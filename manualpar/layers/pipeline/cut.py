@@ -84,9 +84,7 @@ def keeps_layers(eqn: Any, stacked: Sequence[bool], length: int) -> bool:
     """Returns whether an equation treats each layer (dim 0 of its operands) separately.
 
     Args:
-      eqn: An equation.
       stacked: For each operand, whether its dim 0 is the layers.
-      length: The number of layers.
     """
     name = eqn.primitive.name
     if any(
@@ -203,10 +201,6 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
 
     Args:
       jaxpr: A program that `written_out` returned. Its first inputs are the parameters.
-      paths: The paths of the parameters.
-
-    Raises:
-      ValueError: There is no such scan, or several, or the program cannot be cut there.
     """
     params = jaxpr.invars[: len(paths)]
     walk = _Walk(jaxpr, {v: frozenset({i}) for i, v in enumerate(params) if _has_dims(v)})
@@ -341,12 +335,7 @@ def _list_paths(paths: Sequence[str], which: Iterable[int]) -> str:
 
 
 def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    """Runs a program on arguments that may vary over more axes than the program's traced inputs.
-
-    Raises:
-      ValueError: An argument that varies over more axes than its traced input goes into a loop of
-        unknown length, or into a function with a custom gradient.
-    """
+    """Runs a program on arguments that may vary over more axes than the program's traced inputs."""
     if not _are_wider(jaxpr.invars, args):
         return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args))
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -452,21 +441,12 @@ def find_stacked(jaxpr: ClosedJaxpr, paths: Sequence[str]) -> frozenset[str]:
 
     Args:
       jaxpr: A traced loss. Its first inputs are the full parameters.
-      paths: The paths of these parameters.
-
-    Raises:
-      ValueError: No scan runs over parameters, or several do, or the layers cannot be divided among
-        stages; the message says why.
     """
     return frozenset(paths[i] for i in find_layer_scan(written_out(jaxpr)[0], paths).stacked)
 
 
 def check_divides(length: int, num_stages: int, chunks: int) -> None:
-    """Refuses a number of layers that cannot be divided equally among the chunks of all stages.
-
-    Raises:
-      ValueError: `length` is not a multiple of `num_stages * chunks`.
-    """
+    """Refuses a number of layers that cannot be divided equally among the chunks of all stages."""
     if length % (num_stages * chunks):
         expected = f"a multiple of the {num_stages} stages"
         if chunks > 1:
@@ -540,11 +520,7 @@ class Cut:
     """
 
     def __init__(self, closed: ClosedJaxpr, paths: Sequence[str]) -> None:
-        """Cuts a traced loss whose first inputs are the full parameters at `paths`.
-
-        Raises:
-          ValueError: See `find_stacked`.
-        """
+        """Cuts a traced loss whose first inputs are the full parameters at `paths`."""
         program, constants = written_out(closed)
         found = find_layer_scan(program, paths)
         scan, params = found.eqn, found.eqn.params
@@ -585,8 +561,6 @@ class Cut:
         Args:
           inputs: The inputs that layers read; stacked parameters contain only the layers to run,
             `[k, ...]`.
-          carry: The input of the first layer to run.
-          first: The index of the first layer to run.
 
         Returns:
           The output of the last layer, and the stacked outputs of all layers that run, `[k, ...]`.

@@ -88,7 +88,6 @@ def exchange(x: Any, axis: str, chunks: int, *, back: bool = False) -> Any:
     Args:
       x: `[L/S, ...]`, the contiguous layers that this stage stores; with `back` the layers that
         this stage runs, chunk after chunk.
-      axis: The mesh axis of stages.
       chunks: The number of chunks on a stage, a divisor of `L/S`.
       back: Whether to undo the exchange.
 
@@ -177,7 +176,6 @@ class StageWork:
             scalar and a pair, otherwise metrics.
           params: A stage's parameters; stacked layers are in the order in which they run.
           others: The collections, and the microbatches with their keys, `[M, ...]`.
-          table: The schedule.
           axis: The mesh axis of stages. All inputs vary over this axis.
           stacked: For each parameter, whether layers are stacked in dim 0.
           trained: For each parameter, whether it is differentiated; `()` without backward passes.
@@ -526,9 +524,6 @@ class PipelineRun:
           term for other parameters); the sums of the metrics, the same on all stages; and the
           collections.
 
-        Raises:
-          ValueError: The loss cannot be cut into stages, or it changes collections.
-
         Communication:
           In each tick a permute of a microbatch's activations to the next stage, and a permute of
           the gradients of activations to the previous stage. One all-reduce of the metrics over
@@ -550,13 +545,6 @@ class PipelineRun:
           collections: The collections, which are only read.
           batch: A device's examples, `[B, ...]`. They are split into `n` microbatches, where
             `n` is the largest divisor of `B` that is at most `M`.
-          rng: A key.
-
-        Returns:
-          The sums of the metrics, the same on all stages.
-
-        Raises:
-          ValueError: The loss cannot be cut into stages.
 
         Communication:
           In each tick a permute of the activations of a microbatch to the next stage. One

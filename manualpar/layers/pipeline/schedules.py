@@ -202,14 +202,7 @@ _Value: TypeAlias = tuple[int, int]
 
 
 def check_table(table: Table) -> None:
-    """Refuses a table that an executor could not carry out, or that contradicts itself.
-
-    Raises:
-      ValueError: An F or B is missing, comes twice or comes before a pass that it depends on. An
-        array is put where no pass reads it, or replaces one that is still needed. The table has
-        more or fewer slots than are used. Rows have an entry where there is no pass, or disagree
-        with the events.
-    """
+    """Refuses a table that an executor could not carry out, or that contradicts itself."""
     names = {*FORWARD_ROWS, *BACKWARD_ROWS, *HOP_ROWS}
     if set(table.rows) != names:
         raise ValueError(
@@ -396,9 +389,6 @@ def make_table(
       num_microbatches: M, at least 1; it may be less than S, or no multiple of S.
       chunks: v, the number of chunks of layers on a stage, at least 1.
       backward: Whether there are backward passes; without them both schedules are the same.
-
-    Raises:
-      ValueError: The schedule is not known, or a number is less than 1.
     """
     if schedule not in get_args(ScheduleName):
         known = " or ".join(map(repr, get_args(ScheduleName)))
@@ -546,7 +536,6 @@ def describe_schedule(table: Table, *, width: int = 100) -> str:
     `a` is the chunk nearest to the input of the model.
 
     Args:
-      table: The table.
       width: The maximum number of characters in a line. Ticks that do not fit follow below.
     """
     rows = {}

@@ -143,11 +143,7 @@ class StagedLoss:
           others: The other inputs, such as a microbatch and a key.
           stacked: For each parameter, whether layers are stacked in dim 0.
           num_stages: The number of stages, `S`.
-          chunks: The number of chunks of layers on a stage.
           axis: The mesh axis of stages, over which all inputs vary.
-
-        Raises:
-          ValueError: The loss cannot be cut, or the scan over layers carries random keys.
         """
         full_types = [
             jax.eval_shape(lambda x: jnp.concatenate([x] * num_stages), x) if is_stacked else x

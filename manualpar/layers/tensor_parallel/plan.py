@@ -157,13 +157,7 @@ def check_on_shards(
     Args:
       apply: Applies the model without the plan.
       style_of: Returns the style of the module at a path.
-      calls: The interceptor of calls on shards.
       *args: The arguments of the call, the variables first.
-      **kwargs: The keyword arguments of the call.
-
-    Raises:
-      ValueError: An operation on a split dimension is wrong or unknown. The message names the
-        module of the operation.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]

@@ -85,11 +85,7 @@ class LocalSize(int):
 
 @contextlib.contextmanager
 def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -> Iterator[None]:
-    """Replaces the numbers that a `PerDevice` style names by shares, within a `with` block.
-
-    Raises:
-      ValueError: The module has no such number, or the devices do not divide it.
-    """
+    """Replaces the numbers that a `PerDevice` style names by shares, within a `with` block."""
     with contextlib.ExitStack() as stack:
         for name in style.names:
             try:
@@ -139,7 +135,6 @@ def numbers_to_name(module: nn.Module, error: str, suffixes: tuple[str, ...] = (
     """Finds the numbers of a module or its config that are in the new shape of a failed reshape.
 
     Args:
-      module: The module that reshapes.
       error: The message of JAX, "cannot reshape array of shape (4, 8, 2) into shape (4, 8, 8)".
       suffixes: The endings of names to consider; `("",)` for all names.
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
 from manualpar.core.program.guarded_step import check_state
 from manualpar.core.program.load_state import plain_leaves, variable_leaves, variables_of
@@ -98,7 +98,7 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
     by_name = {leaf.name: by_name[leaf.name] for leaf in plain}
     if isinstance(interface, LoRAInterface):
         shardings = {name: x.sharding for name, x in by_name.items()}
-        merge = on_auto_axes(
+        merge = with_auto_axes(
             functools.partial(_merge, paddings, interface.low_rank.scale),
             mesh=program.mesh,
             out_specs={name: x.spec for name, x in shardings.items()},
@@ -309,9 +309,6 @@ def replace_adapters(
     name: str, program: Program, state: TrainState, values: Mapping[str, np.ndarray]
 ) -> TrainState:
     """Returns a state with other adapters, given by their paths.
-
-    Raises:
-      ValueError: An adapter contains NaN or infinity.
 
     Communication:
       None. Each device receives its shard.

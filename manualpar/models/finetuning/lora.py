@@ -79,9 +79,8 @@ ADAPTED_LAYERS = "SplitDense, nn.Dense, nn.DenseGeneral or nn.Einsum"
 def input_dims(module: nn.Module) -> int:
     """Counts the input dims of a layer's kernel, which are the kernel's first dims.
 
-    Raises:
-      ValueError: The layer cannot have an adapter. The message is the end of a sentence; the caller
-        adds the layer's path at its beginning.
+    If the layer cannot have an adapter, the error's message is the end of a sentence; the caller
+    adds the layer's path at its beginning.
     """
     kind = _kind_of(module)
     if kind is SplitDense:
@@ -116,10 +115,8 @@ def add_low_rank(
     """Adds the product of a layer's adapter to the layer's result `y`.
 
     Args:
-      module: The layer.
       x: The layer's input; for a column-parallel layer the result of `enter` or `enter_ring`; not
         used for `Expand`, which has none.
-      y: The layer's result.
       a: `[..., r]`; the first dims are the kernel's input dims, or this device's shard of them.
       b: `[r, ...]`; the last dims are the kernel's output dims, or this device's shard of them.
       scale: The factor by which the product is multiplied, `alpha / r`.
@@ -177,11 +174,7 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _einsum_terms(module: Any) -> tuple[str, str, str]:
-    """Parses the string of an `nn.Einsum`: the dim names of the input, the kernel and the result.
-
-    Raises:
-      ValueError: The string does not name all dims of the kernel, or names a dim twice.
-    """
+    """Parses the string of an `nn.Einsum`: the dim names of input, kernel and result."""
     text = "".join((module.einsum_str or "").split())
     operands, arrow, y = text.partition("->")
     x, comma, kernel = operands.partition(",")
@@ -255,9 +248,6 @@ def make_adapter(path: str, plain: PlainShape, rank: int, key: jax.Array) -> dic
 
     The product of an embedding's adapter is zero because of `a`, so that each token's row has a
     gradient in the first step, and because of `b` otherwise.
-
-    Raises:
-      ValueError: The parameter is not a matrix or several matrices.
     """
     shape, leaf = plain
     name = path.rpartition("/")[2]
@@ -296,10 +286,12 @@ def adapt_parameters(variables: Any, scale: Callable[[int], float]) -> Any:
         plain = adapted_path(path)
         a, b = params.pop(path), params.pop(path.removesuffix(DOWN) + UP)
         if plain + CODES in params:
-            value: Any = EncodedParameter.of(params.pop(plain + CODES), params.pop(plain + SCALES))
+            value: Any = EncodedParameter.from_codes(
+                params.pop(plain + CODES), params.pop(plain + SCALES)
+            )
         else:
             value = params[plain]
-        params[plain] = AdaptedParameter.of(value, a, b, scale)
+        params[plain] = AdaptedParameter.from_parts(value, a, b, scale)
     return {**variables, "params": unflatten_dict(params, sep="/")}
 
 
@@ -315,7 +307,9 @@ class AdaptedParameter(ArrayBox, eq=False):
     scale: Any = flax.struct.field(default=None, pytree_node=False)
 
     @classmethod
-    def of(cls, value: Any, a: Any, b: Any, scale: Callable[[int], float]) -> "AdaptedParameter":
+    def from_parts(
+        cls, value: Any, a: Any, b: Any, scale: Callable[[int], float]
+    ) -> "AdaptedParameter":
         """Makes the box from a parameter and its adapter, which may be boxes or arrays."""
         number = (a.value if is_box(a) else a).ndim
         return cls((value, a, b), names=(None,) * number, scale=scale)
@@ -451,19 +445,11 @@ class LowRankModel:
         return self.alpha / (rank**0.5 if self.rank_stabilized else rank)
 
     def rank_of(self, path: str) -> int | None:
-        """Returns the rank for the module at a path; `None` if no target matches the path.
-
-        Raises:
-          ValueError: Two targets give the module different ranks.
-        """
+        """Returns the rank for the module at a path; `None` if no target matches the path."""
         return self._rank("module", path, _matches)
 
     def rank_of_parameter(self, path: str) -> int | None:
-        """Returns the rank for a parameter that is no kernel; `None` if no target names it.
-
-        Raises:
-          ValueError: Two targets give the parameter different ranks.
-        """
+        """Returns the rank for a parameter that is no kernel; `None` if no target names it."""
         return self._rank("parameter", path, _names)
 
     def _rank(self, kind: str, path: str, matches: Callable[[str, str], bool]) -> int | None:
@@ -529,11 +515,7 @@ class LoRAInterface(WrappingInterface):
         self.base.check(lambda base: trace(self.called(base)))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Initializes the variables of the given model, and adds adapters to the parameters.
-
-        Raises:
-          ValueError: A target matches no layer, or a layer that cannot have an adapter.
-        """
+        """Initializes the variables of the given model, and adds adapters to the parameters."""
         making = _Making(self.low_rank, self.base)
         variables = dict(self.base.intercepted(making).init(rngs, *args, **kwargs))
         params = flatten_dict(variables.get("params", {}), sep="/")

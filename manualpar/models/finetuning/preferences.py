@@ -121,11 +121,7 @@ def _log_probabilities(
 
 
 def _reference(params: Any) -> Any:
-    """Returns the parameters of the reference model, in the form of `params`.
-
-    Raises:
-      ValueError: There is no reference.
-    """
+    """Returns the parameters of the reference model, in the form of `params`."""
     if params.keys() == {POLICY, REFERENCE}:
         return {POLICY: params[REFERENCE]}
     flat = flatten_dict(params, sep="/")

@@ -37,7 +37,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple, with_axis_types
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.model.interface import (
     InitArgs,
     ModelInterface,
@@ -119,7 +119,6 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
     Args:
       codes: The codes; a device may also pass a shard: complete blocks, or a part of one block.
-      scales: The scales of these blocks.
 
     Communication:
       None, if the scales are sharded like the codes.
@@ -166,7 +165,7 @@ class Encoding(NamedTuple):
     scales: Leaf
 
     @classmethod
-    def of(cls, name: str, codes: Leaf, scales: Leaf) -> "Encoding":
+    def from_leaves(cls, name: str, codes: Leaf, scales: Leaf) -> "Encoding":
         """Makes the `Encoding` of the parameter `name` from the leaves of its codes and scales."""
         dtype = jnp.promote_types(scales.dtype, jnp.float32)
         layout: Any = codes.abstract.sharding
@@ -270,7 +269,7 @@ def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., j
 def _jit(run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
     mesh = jax.tree.leaves(shardings)[0].mesh
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    return jax.jit(on_auto_axes(run, mesh=mesh, out_specs=specs), out_shardings=shardings)
+    return jax.jit(with_auto_axes(run, mesh=mesh, out_specs=specs), out_shardings=shardings)
 
 
 def _resize(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -432,11 +431,7 @@ class QuantizedModel:
         return interface_of(self).apply(variables, *args, **kwargs)
 
     def block_of(self, path: str) -> int | None:
-        """Returns the block length of a parameter; `None` if no target matches its path.
-
-        Raises:
-          ValueError: Two targets give the parameter different lengths.
-        """
+        """Returns the block length of a parameter; `None` if no target matches its path."""
         found = {glob: block for glob, block in self.targets if fnmatch.fnmatchcase(path, glob)}
         if len(set(found.values())) > 1:
             raise ValueError(
@@ -481,7 +476,7 @@ class QuantizedInterface(WrappingInterface):
         for name, codes in by_name.items():
             plain = name.removesuffix(CODES)
             if name != plain and self.quantized.block_of(plain.partition("/")[2]):
-                found[plain] = Encoding.of(plain, codes, by_name[plain + SCALES])
+                found[plain] = Encoding.from_leaves(plain, codes, by_name[plain + SCALES])
         return found
 
     def intercepted(self, interceptor: Callable[..., Any]) -> Self:
@@ -493,11 +488,7 @@ class QuantizedInterface(WrappingInterface):
         return self.base.annotated(path, kernel)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Initializes the given model's variables, and replaces the chosen parameters.
-
-        Raises:
-          ValueError: A target matches no parameter, or one that cannot be quantized.
-        """
+        """Initializes the given model's variables, and replaces the chosen parameters."""
         variables = dict(self.called(self.base).init(rngs, *args, **kwargs))
         params = flatten_dict(variables.get("params", {}), sep="/")
         for glob, block in self.quantized.targets:
@@ -521,7 +512,9 @@ class QuantizedInterface(WrappingInterface):
         for path in [path for path in params if path.endswith(CODES)]:
             plain = path.removesuffix(CODES)
             if plain + SCALES in params and self.quantized.block_of(plain):
-                params[plain] = EncodedParameter.of(params.pop(path), params.pop(plain + SCALES))
+                params[plain] = EncodedParameter.from_codes(
+                    params.pop(path), params.pop(plain + SCALES)
+                )
         variables = {**variables, "params": unflatten_dict(params, sep="/")}
         return self.called(self.base).apply(variables, *args, **kwargs)
 
@@ -535,7 +528,7 @@ class EncodedParameter(ArrayBox, eq=False):
     """
 
     @classmethod
-    def of(cls, codes: Any, scales: Any) -> "EncodedParameter":
+    def from_codes(cls, codes: Any, scales: Any) -> "EncodedParameter":
         """Makes the box from codes and scales, which may be boxes or arrays."""
         value = codes.value if is_box(codes) else codes
         return cls((codes, scales), names=(None,) * value.ndim)
@@ -556,11 +549,7 @@ class EncodedParameter(ArrayBox, eq=False):
         return self.replace(value=value, names=(None, *self.names))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "EncodedParameter":
-        """Removes a dim from codes and scales, for `nn.scan` and `nn.vmap`.
-
-        Raises:
-          ValueError: The dim is divided into blocks.
-        """
+        """Removes a dim from codes and scales, for `nn.scan` and `nn.vmap`."""
         if index % len(self.names) == len(self.names) - 1:
             raise ValueError(
                 "quantized: a loop stacks a quantized parameter along its last dim, expected dim "

@@ -202,12 +202,11 @@ class CachedSteps:
       program: The program that generates.
       model: The program's `Transformer` without options that concern only training or a context
         axis.
-      vocab_size: The number of tokens from which the steps draw.
       row_devices: The number of devices over which rows are sharded.
       prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
         drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
         `key[B]`; `size` is the number of positions in the cache, for the prompt and the answer.
-        `rows` is a `Rows`, and `drawn` is a `Drawn`. `spare` is that of `Prompts`.
+        `rows` is a `Rows`, and `drawn` is a `Drawn`.
       decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; `rows` is donated.
       score: `score(params, collections, inputs, labels, marked) -> Scores`. `inputs` and `labels`
         are `int32[B, S]`; `marked` is `bool[B, S]`, the tokens of `labels` to score.
@@ -217,16 +216,12 @@ class CachedSteps:
         """Prepares the steps for the program of a `Transformer`; compiles nothing yet.
 
         If the program cannot generate, another one does, see `Adopter`.
-
-        Raises:
-          TypeError: The model is not a `Transformer`.
         """
         self._adopter = Adopter(program)
         program = self._adopter.program
         interface = program.model.interface
         _check(interface.module)
         self.program, self.model = program, _for_generation(interface.module)
-        self.vocab_size = self.model.vocab_size
         self._interface = dataclasses.replace(interface, module=self.model, phase="eval")
         axes = program.roles.data_axes
         self._rows, self._data_axes = PartitionSpec(axes), axes
@@ -235,7 +230,7 @@ class CachedSteps:
             self.row_devices *= program.mesh.shape[axis]
         split = self.model.split.axis
         self._split_axes = (split,) if split and split in program.mesh.shape else ()
-        self.prefill = self._jit(self._prefill, static_argnames=("size", "spare"))
+        self.prefill = self._jit(self._prefill, static_argnames="size")
         self.decode = self._jit(self._decode, donate_argnames="rows")
         self.score = self._jit(self._score)
 
@@ -264,20 +259,18 @@ class CachedSteps:
         drawing: Drawing,
         *,
         size: int,
-        spare: int = 0,
     ) -> tuple[Rows, Any]:
         def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
             tokens, lengths, keys = args
-            prompts = Prompts(lengths, size, spare)
-            logits, cache = self._apply(params, collections, tokens, prompts)
+            logits, cache = self._apply(params, collections, tokens, Prompts(lengths, size))
             places = jnp.arange(tokens.shape[1])[None]
             begins = (tokens == self.model.bos_token) & (places < lengths[:, None])
             start = jnp.max(jnp.where(begins, places, 0), axis=1)
             history = None
             if drawing.penalties is not None:
-                history = history_of(tokens, lengths, self.vocab_size)
-            token, drawn = self._choose(logits[:, 0], history, keys, lengths, drawing)
-            return Rows(cache, token, lengths, start, keys, history), self._of_all(drawn)
+                history = history_of(tokens, lengths, self.model.vocab_size)
+            drawn = self._choose(logits, history, keys, lengths, drawing)
+            return Rows(cache, drawn.token, lengths, start, keys, history), self._gather_rows(drawn)
 
         run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens))
         rows, drawn = run(params, collections, drawing, tokens, lengths, keys)
@@ -297,13 +290,14 @@ class CachedSteps:
             position = rows.position
             start = jnp.where(rows.token == self.model.bos_token, position, rows.start)
             collections = {**collections, CACHE: rows.cache}
-            past = Past(position[:, None], start[:, None])
+            past = Past(position, start)
             logits, new = self._apply(params, collections, rows.token[:, None], past)
-            cache = append(rows.cache, new, past.position)
-            history = None if rows.history is None else note(rows.history, rows.token[:, None])
+            cache = append(rows.cache, new, position)
+            history = None if rows.history is None else note(rows.history, rows.token)
             after = position + 1
-            token, drawn = self._choose(logits[:, 0], history, rows.keys, after, drawing)
-            return Rows(cache, token, after, start, rows.keys, history), self._of_all(drawn)
+            drawn = self._choose(logits, history, rows.keys, after, drawing)
+            new_rows = Rows(cache, drawn.token, after, start, rows.keys, history)
+            return new_rows, self._gather_rows(drawn)
 
         run = self._on_mesh(on_device, (self._rows_specs(specs),), specs)
         rows, drawn = run(params, collections, drawing, rows)
@@ -325,7 +319,7 @@ class CachedSteps:
                     variables, inputs, train=False, labels=labels
                 )
             total = -jnp.where(marked, losses, 0).sum(axis=1)
-            scores: Scores = self._of_all(Scores(total, jnp.all(is_best | ~marked, axis=1)))
+            scores: Scores = self._gather_rows(Scores(total, jnp.all(is_best | ~marked, axis=1)))
             return scores
 
         whole, mode = PartitionSpec(), self.program.step.mode
@@ -347,10 +341,10 @@ class CachedSteps:
         )
 
     def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
-        """Computes the logits `float32[B, S, V]`, and the keys and values for the cache.
+        """Computes the logits after each row's last token, and the keys and values for the cache.
 
-        With `Prompts`, `S` is 1: the last token. The logits are the same on all devices along the
-        model axis. If the vocabulary is sharded over this axis, they are gathered.
+        The logits, `float32[B, V]`, are the same on all devices along the model axis. If the
+        vocabulary is sharded over this axis, they are gathered.
         """
         variables = {"params": self._boxes(params), **collections}
         with self.program.step.mode.context():
@@ -358,8 +352,8 @@ class CachedSteps:
                 variables, tokens, train=False, rows=rows, mutable=[NEW_KEYS]
             )
         if self._split_axes:
-            logits = gather_invariant(logits, 2, self._split_axes, scope=TENSOR_SCOPE)
-        return logits[..., : self.model.vocab_size], new[NEW_KEYS]
+            logits = gather_invariant(logits, 1, self._split_axes, scope=TENSOR_SCOPE)
+        return logits[:, : self.model.vocab_size], new[NEW_KEYS]
 
     def _boxes(self, params: Any) -> Any:
         def box(place: Route, x: jax.Array) -> Any:
@@ -375,16 +369,16 @@ class CachedSteps:
         keys: jax.Array,
         position: jax.Array,
         drawing: Drawing,
-    ) -> tuple[jax.Array, Drawn]:
+    ) -> Drawn:
         """Draws each row's next token."""
         likelihood, changed = jax.nn.log_softmax(logits), logits
         if history is not None and drawing.penalties is not None:
             changed = penalize(changed, history, drawing.penalties)
         token = draw_tokens(changed, keys, position, drawing)
         of_token = jnp.take_along_axis(likelihood, token[:, None], axis=1)
-        return token, Drawn(token, of_token[:, 0])
+        return Drawn(token, of_token[:, 0])
 
-    def _of_all(self, rows: Any) -> Any:
+    def _gather_rows(self, rows: Any) -> Any:
         """Gathers the rows of all devices over the data axes."""
         gather = functools.partial(gather_invariant, scope=EXAMPLES_SCOPE)
         return jax.tree.map(lambda x: gather(x, 0, self._data_axes), rows)

@@ -38,7 +38,7 @@ from manualpar.core.mesh.splitting import typed_key
 # 3. The frequency penalty is subtracted from a token's logit for each time that the answer contains
 #    it. The presence penalty is subtracted once if the answer contains it.
 #
-# Symbols: `B` rows, `S` new tokens of a row, `V` tokens of the vocabulary.
+# Symbols: `B` rows, `S` positions of a prompt, `V` tokens of the vocabulary.
 
 
 # Settings become float32, in which a larger number would be infinite.
@@ -80,11 +80,7 @@ def make_penalties(
     presence: float,
     bias: Mapping[int, float] | None,
 ) -> Penalties | None:
-    """Returns the settings as arrays; `None` if they change no logit.
-
-    Raises:
-      ValueError: A number is out of range, or a token of `bias` is not in the vocabulary.
-    """
+    """Returns the settings as arrays; `None` if they change no logit."""
     if not 1 / LARGEST_FLOAT <= repetition <= LARGEST_FLOAT:
         raise ValueError(
             f"generate: repetition_penalty is {repetition!s:.100}, expected a finite number above "
@@ -122,10 +118,10 @@ def history_of(tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> Histor
     return History(counts > 0, jnp.zeros_like(counts))
 
 
-def note(history: History, tokens: jax.Array, is_counted: jax.Array | bool = True) -> History:
-    """Adds tokens of each row's answer, `int32[B, S]`, those where `is_counted`, `bool[B, S]`."""
-    rows, number = jnp.arange(len(tokens))[:, None], jnp.asarray(is_counted, jnp.int32)
-    return history._replace(in_answer=history.in_answer.at[rows, tokens].add(number))
+def note(history: History, token: jax.Array) -> History:
+    """Adds a token to each row's answer, `int32[B]`."""
+    counts = history.in_answer.at[jnp.arange(len(token)), token].add(1)
+    return history._replace(in_answer=counts)
 
 
 def penalize(logits: jax.Array, history: History, penalties: Penalties) -> jax.Array:
@@ -164,14 +160,7 @@ class Drawing(NamedTuple):
     penalties: Penalties | None = None
 
     def as_arrays(self, function: str = "generate") -> "Drawing":
-        """Converts the fields to scalar arrays of fixed dtypes.
-
-        Args:
-          function: The name of the caller, for error messages.
-
-        Raises:
-          ValueError: A number is out of range.
-        """
+        """Converts the fields to scalar arrays of fixed dtypes."""
         if not 0 <= self.temperature <= LARGEST_FLOAT:
             raise ValueError(
                 f"{function}: temperature is {self.temperature!s:.100}, expected a finite number, "
@@ -200,13 +189,8 @@ def as_tokens(name: str, prompt: Any, *, most_dims: int = 1) -> np.ndarray:
     """Converts a prompt to an array of tokens.
 
     Args:
-      name: What the caller calls the prompt, for error messages.
       prompt: `int[P]`, or with `most_dims=2` also `int[B, P]`.
       most_dims: The most dimensions that the array may have.
-
-    Raises:
-      ValueError: The prompt has another number of dimensions, or no token.
-      TypeError: The prompt has other values than integers.
     """
     tokens = np.asarray(prompt)
     if not 1 <= tokens.ndim <= most_dims or not tokens.size:
@@ -336,10 +320,6 @@ def sample_tokens(
 
     Returns:
       `int32[T]` or `int32[B, T]`, the tokens after the prompt; replicated on all devices.
-
-    Raises:
-      TypeError: The prompt has another dtype, or `rng` is not a key.
-      ValueError: The prompt has another shape, or a number is out of range.
 
     Communication:
       The collectives that XLA derives from the shardings of the parameters.

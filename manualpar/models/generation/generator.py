@@ -6,9 +6,8 @@ the devices compute a token, the host reads the previous token, decodes it, and 
 with the stop strings and the token with the stop tokens.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,10 +16,9 @@ from manualpar.core.mesh.splitting import typed_key
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.data.tokenizer import Tokenizer
-from manualpar.models.generation.answers import Answer, NewToken, TextPiece, TextPieces, next_piece
+from manualpar.models.generation.answers import Answer, TextPiece, TextPieces, next_piece
 from manualpar.models.generation.cached_steps import CachedSteps
 from manualpar.models.generation.drawing import Drawing, as_tokens, make_penalties, row_keys
-from manualpar.models.generation.speculative import Draft, Speculation, SpeculativeSteps
 from manualpar.models.transformer import check_lengths
 
 Prompt = str | Sequence[int]
@@ -60,7 +58,6 @@ class Generator:
         *,
         batch_size: int = 32,
         stop_tokens: Sequence[int] | None = None,
-        draft: Draft | None = None,
     ) -> None:
         """Prepares generation with a `Transformer`.
 
@@ -73,19 +70,11 @@ class Generator:
             shard the rows.
           stop_tokens: The tokens that end every answer. By default these are the tokens that begin
             and end documents, if the model or the tokenizer defines them.
-          draft: A small model with the same tokens, which drafts tokens that the model checks
-            several at a time. The answers are those without a draft, up to rounding.
 
         Raises:
-          TypeError, ValueError: See `CachedSteps` and `Speculation`.
+          TypeError, ValueError: See `CachedSteps`.
         """
-        self.steps = SpeculativeSteps(program) if draft else CachedSteps(program)
-        tokens = tokenizer.vocab_size if tokenizer else None
-        self._speculation = Speculation(draft, self.steps, tokens) if draft else None
-        self.tokenizer = tokenizer
-        # Batches are divisible over the devices that shard the rows of each model.
-        drafting = self._speculation.steps.row_devices if self._speculation else 1
-        self._row_devices = math.lcm(self.steps.row_devices, drafting)
+        self.steps, self.tokenizer = CachedSteps(program), tokenizer
         self.batch_size = self._divisible(batch_size)
         if stop_tokens is None:
             named = [self.steps.model.bos_token]
@@ -120,8 +109,6 @@ class Generator:
             if piece.token is not None:
                 answer.tokens.append(piece.token)
                 answer.log_probabilities.append(piece.log_probability)
-            answer.drafted += piece.is_drafted
-            answer.forward_passes = piece.forward_passes
             answer.ending = piece.ending or answer.ending
         return answers
 
@@ -169,8 +156,7 @@ class Generator:
 
         Yields:
           A piece for each token: in each batch the first pieces of all answers, then the second
-          pieces, and so on. With a draft, the pieces of an answer from one forward pass follow one
-          another.
+          pieces, and so on.
 
         Raises:
           TypeError: A prompt is a string and there is no tokenizer, or a prompt is neither a string
@@ -182,9 +168,7 @@ class Generator:
           For each batch, once for the prompts and once for each further token: the collectives of
           a training step's forward pass, for parameters and over the model axis; an all-gather of
           the logits, `float32[B, V]`, over the model axis; and an all-gather of the tokens,
-          `int32[B]`, and of their log-probabilities, `float32[B]`, over the data axes. With a
-          draft of `D` tokens, once for each forward pass, with `D + 1` logits, tokens and
-          log-probabilities for each row; and for the draft model `D` times what a token costs.
+          `int32[B]`, and of their log-probabilities, `float32[B]`, over the data axes.
         """
         for name, value in (("max_tokens", max_tokens), ("samples", samples)):
             if not 1 <= value <= MOST[name] or value != int(value):
@@ -214,8 +198,6 @@ class Generator:
             )
         encoded = [self.encode(prompt, index) for index, prompt in enumerate(prompts)]
         check_lengths(self.steps.model, map(len, encoded), max_tokens)
-        if self._speculation:
-            self._speculation.check(list(map(len, encoded)), max_tokens)
         if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
             raise ValueError(f"generate: seed is {seed!s:.100}, expected a number of 64 bits.")
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
@@ -225,20 +207,18 @@ class Generator:
     def _stream(self, call: _Call, prompts: list[list[int]]) -> Iterator[TextPiece]:
         for batch in _batches(prompts, self.batch_size):
             writers = {row: self._writer(call, prompts[row]) for row in batch}
-            counts = dict.fromkeys(batch, 0)  # The number of tokens drawn for each unfinished row.
+            unfinished = set(batch)
             for number, drawn in enumerate(self._draws(call, prompts, batch), 1):
+                is_last = number == call.max_tokens
                 # Rows of padding follow the rows of the batch.
-                for row, tokens in zip(batch, drawn, strict=False):
-                    for new in tokens if row in counts else ():
-                        counts[row] += 1
-                        when: Any = {"is_last": counts[row] == call.max_tokens}
-                        when["forward_passes"] = number
-                        piece = next_piece(row, new, writers[row], call.stops, **when)
-                        yield piece
-                        if piece.ending:
-                            del counts[row]
-                            break
-                if not counts:
+                for row, new in zip(batch, drawn, strict=False):
+                    if row not in unfinished:
+                        continue
+                    piece = next_piece(row, new, writers[row], call.stops, is_last=is_last)
+                    if piece.ending:
+                        unfinished.remove(row)
+                    yield piece
+                if not unfinished:
                     break
 
     def _writer(self, call: _Call, prompt: list[int]) -> TextPieces | None:
@@ -246,8 +226,8 @@ class Generator:
 
     def _draws(
         self, call: _Call, prompts: list[list[int]], batch: list[int]
-    ) -> Iterator[list[list[NewToken]]]:
-        """Yields the new tokens of each of a batch's rows, for each forward pass of the model."""
+    ) -> Iterator[list[tuple[int, float]]]:
+        """Yields the next tokens of a batch's rows with their log-probabilities, token by token."""
         steps, params, collections = self.steps, call.state.params, call.state.collections
         longest = max(len(prompts[row]) for row in batch)
         tokens, lengths = self.pad([prompts[row] for row in batch], padded(longest))
@@ -255,24 +235,13 @@ class Generator:
         numbers[: len(batch)] = batch
         keys = row_keys(call.key, numbers, call.samples)
         size = padded(longest + call.max_tokens)
-        if self._speculation:
-            yield from self._speculation.passes(
-                cast(SpeculativeSteps, steps),
-                (params, collections),
-                (tokens, lengths, keys),
-                call.drawing,
-                call.max_tokens,
-                size,
-            )
-            return
         given = (steps.put_rows(x) for x in (tokens, lengths, keys))
         rows, latest = steps.prefill(params, collections, *given, call.drawing, size=size)
         for further in reversed(range(call.max_tokens)):
             before = latest
             if further:
                 rows, latest = steps.decode(params, collections, rows, call.drawing)
-            found = before.token.tolist(), before.log_probability.tolist()
-            yield [[NewToken(*new)] for new in zip(*found, strict=True)]
+            yield list(zip(before.token.tolist(), before.log_probability.tolist(), strict=True))
 
     def pad(self, rows: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
         """Pads rows to an array `int32[B, length]`; returns the array and the rows' lengths.
@@ -280,7 +249,7 @@ class Generator:
         The array has a power of two rows for each device that shards the rows, at most `batch_size`
         rows in all, so that steps are compiled for few numbers of rows.
         """
-        devices = self._row_devices
+        devices = self.steps.row_devices
         parts = -(-len(rows) // devices)
         number = min(1 << (parts - 1).bit_length(), self.batch_size // devices) * devices
         tokens, lengths = np.zeros((number, length), np.int32), np.ones(number, np.int32)
@@ -311,7 +280,7 @@ class Generator:
     def _divisible(self, batch_size: int) -> int:
         if batch_size < 1:
             raise ValueError(f"generate: batch_size is {batch_size}, expected at least 1.")
-        return -(-batch_size // self._row_devices) * self._row_devices
+        return -(-batch_size // self.steps.row_devices) * self.steps.row_devices
 
 
 def generate(

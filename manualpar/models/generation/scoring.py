@@ -42,17 +42,12 @@ def score_completions(
     """Computes the log-likelihood of completions, each after its context.
 
     Args:
-      generator: The model.
-      state: A state of the generator's program.
       pairs: Pairs of the tokens of a context (at least one token) and of the completion.
       max_length: The most tokens in the model's context. The beginning of a longer sequence is left
         out. 0 for no limit.
 
     Returns:
       The score of each completion, in the order of `pairs`.
-
-    Raises:
-      ValueError: A context or a completion is empty, or a completion is longer than `max_length`.
 
     Communication:
       For each batch, a forward pass as in training, and an all-gather of the scores.
@@ -104,15 +99,11 @@ def score_documents(
 ) -> list[Score]:
     """Computes the log-likelihood of documents of any length.
 
+    The score of an empty document is 0.
+
     Args:
-      generator: The model.
-      state: A state of the generator's program.
       documents: The tokens of each document, without `first_token`.
       first_token: The token that begins every document; it is not scored.
-      max_length: The most tokens in the model's context.
-
-    Returns:
-      The score of each document; 0 for an empty document.
 
     Communication:
       The communication of `score_completions`.

@@ -225,11 +225,7 @@ def read_architecture(directory: GivenPath) -> Architecture:
 
 
 def read_config(directory: GivenPath) -> dict[str, Any]:
-    """Reads the JSON object in the `config.json` of a directory.
-
-    Raises:
-      ValueError: The file is missing, or does not contain a JSON object.
-    """
+    """Reads the JSON object in the `config.json` of a directory."""
     directory = model_directory(directory, weights=False)
     path = directory / CONFIG_FILE
     if not directory.is_dir():
@@ -249,15 +245,7 @@ def read_config(directory: GivenPath) -> dict[str, Any]:
 
 
 def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -> Architecture:
-    """Converts a `config.json` to fields of a `Transformer`.
-
-    Args:
-      config: The JSON object.
-      where: The name of the file in error messages.
-
-    Raises:
-      ValueError: See `read_architecture`.
-    """
+    """Converts a `config.json` to fields of a `Transformer`."""
     config, wrapper = text_config(config)
     keys = Keys(config, where)
     try:
@@ -503,9 +491,6 @@ def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, An
     Args:
       fields: The result of `architecture_of`.
       family: The family to write the config for; `""` for the first family that fits the fields.
-
-    Raises:
-      ValueError: No family fits the fields; the message names the differences for each family.
     """
     why = []
     for name in [family] if family else FAMILIES:

@@ -23,7 +23,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.program.guarded_step import check_state
 from manualpar.core.program.load_state import plain_leaves, variable_leaves
 from manualpar.core.program.program import Program
@@ -54,7 +54,6 @@ from manualpar.models.pretrained.slices import (
     slices_of,
     within,
 )
-from manualpar.models.pretrained.sources import check_same_model, transformer_of
 from manualpar.models.pretrained.tensor_files import (
     CONFIG_FILE,
     DTYPES,
@@ -71,6 +70,7 @@ from manualpar.models.pretrained.tensor_files import (
     write_slice,
 )
 from manualpar.models.pretrained.tensor_names import TensorPiece, pieces_of_transformer, spelling
+from manualpar.models.pretrained.tensor_sources import check_same_model, transformer_of
 from manualpar.system.cluster.agreement import failing_together, from_first, gather
 from manualpar.system.storage import (
     LOCK_PREFIX,
@@ -605,7 +605,7 @@ def _gathered(x: jax.Array, tensor: Tensor) -> tuple[Tensor, jax.Array]:
     if x.is_fully_addressable:
         return tensor, x
     sharding: Any = x.sharding
-    take = on_auto_axes(_index, mesh=sharding.mesh, out_specs=PartitionSpec())
+    take = with_auto_axes(_index, mesh=sharding.mesh, out_specs=PartitionSpec())
     with no_mesh():
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
         whole = jax.jit(take, out_shardings=replicated)(x, tensor.piece.entry)
@@ -636,16 +636,8 @@ def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, 
 def tokenizer_files(folder: Path, name: str, others: Sequence[str] = ()) -> dict[str, Path]:
     """Finds the small files of a model that an import or an export copies.
 
-    Args:
-      folder: The model's folder.
-      name: What names the folder, for messages.
-      others: Files besides those of the tokenizer and the chat templates.
-
     Returns:
       The path without links of each file, by its path relative to `folder`.
-
-    Raises:
-      ValueError: A file leads out of the folder, is no regular file, or is too large.
     """
     names = [each for each in (*others, *TOKENIZER_FILES) if os.path.lexists(folder / each)]
     templates = sorted((folder / TEMPLATES).glob("*.jinja"))

@@ -25,9 +25,9 @@ from manualpar.core.program.load_state import (
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.models.pretrained.slices import ShardReader, bytes_to_read
-from manualpar.models.pretrained.sources import find_sources
 from manualpar.models.pretrained.tensor_files import model_directory
 from manualpar.models.pretrained.tensor_names import Rule
+from manualpar.models.pretrained.tensor_sources import find_sources
 from manualpar.system.cluster.agreement import failing_together
 from manualpar.system.reports.progress_bars import bytes_bar
 from manualpar.system.storage import GivenPath

@@ -42,7 +42,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import list_some, read_unpadded
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import printable, require
-from manualpar.layers.attention.kinds import Device, planned_device
+from manualpar.layers.attention.causal_attention import Device, planned_device
 from manualpar.models import Transformer
 from manualpar.models.finetuning.adapter_files import (
     lora_interface,
@@ -61,10 +61,10 @@ from manualpar.models.pretrained.architecture import (
 )
 from manualpar.models.pretrained.families import FAMILIES
 from manualpar.models.pretrained.family import is_float32
-from manualpar.models.pretrained.sources import transformer_of
 from manualpar.models.pretrained.tensor_files import CONFIG_FILE as MODEL_CONFIG_FILE
 from manualpar.models.pretrained.tensor_files import DTYPES, read_header, read_slice
 from manualpar.models.pretrained.tensor_names import TensorPiece, pieces_of_transformer
+from manualpar.models.pretrained.tensor_sources import transformer_of
 from manualpar.system.storage import GivenPath, local_path
 from manualpar.system.storage.untrusted import model_file, open_tensors, read_model_object
 
@@ -149,14 +149,9 @@ def find_places(
     weight of each expert.
 
     Args:
-      model: The model.
       shapes: The shape of each parameter on one device, by its path.
-      paths: The paths of parameters with adapters.
       family: The `model_type` of the model in transformers; `""` for the first family that fits.
       refuse: Whether to refuse parameters without a module. Otherwise they are left out.
-
-    Raises:
-      ValueError: A parameter has no module, and `refuse` is set; or no family fits the model.
     """
     family = write_config(architecture_of(model), family=family)["model_type"]
     pieces = pieces_of_transformer(family, shapes, skip_unknown=True)
@@ -189,9 +184,6 @@ def find_family(
 
     Families that differ only in the names of their modules, such as Llama and Phi-3, can describe
     the same model. Of families that fit equally well the first is returned.
-
-    Raises:
-      ValueError: No family fits the model.
     """
     modules = {re.split(r"\.(?:lora|base_layer)", name)[0] for name in tensors}
     best, fewest = "", len(modules) + 1
@@ -501,12 +493,7 @@ class PeftConfig(NamedTuple):
 
 
 def read_peft_config(path: Path) -> PeftConfig:
-    """Reads an `adapter_config.json`.
-
-    Raises:
-      ValueError: The file is missing or damaged, or has something that `lora` has not; the message
-        names the key.
-    """
+    """Reads an `adapter_config.json`."""
     try:
         given = read_model_object(path, path.parent)
     except FileNotFoundError:
@@ -565,7 +552,6 @@ def peft_config(
       ranks: The rank of each adapted module, by its name.
       parameters: The rank of each parameter for `target_parameters`, by its name.
       alpha: The number over which the rank divides.
-      base: The name or the directory of the base model.
       rank_stabilized: Whether the square root of the rank divides instead.
     """
     both = {**ranks, **parameters}
@@ -953,11 +939,7 @@ def _left_over(
 
 
 def _read(directory: Path) -> dict[str, np.ndarray]:
-    """Reads the tensors of an adapter in float32.
-
-    Raises:
-      ValueError: The file is missing, damaged or pickled, or has tensors of another kind.
-    """
+    """Reads the tensors of an adapter in float32."""
     require("load_peft", "safetensors")
     import safetensors
 

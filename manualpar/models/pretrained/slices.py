@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from manualpar.core.state.state_arrays import Leaf
-from manualpar.models.pretrained.sources import Sources
 from manualpar.models.pretrained.tensor_files import TensorFiles, bounds_of
 from manualpar.models.pretrained.tensor_names import TensorPiece
+from manualpar.models.pretrained.tensor_sources import Sources
 
 THREADS = min(8, os.cpu_count() or 1)
 BOX_BYTES = 256 << 20

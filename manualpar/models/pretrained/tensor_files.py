@@ -205,12 +205,7 @@ class TensorFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Opens all files and reads their headers.
-
-        Raises:
-          ValueError: There are no files; a file is damaged, pickled or missing; or the index and
-            the files have different tensors.
-        """
+        """Opens all files and reads their headers."""
         require("load_hf", "safetensors")
         import safetensors
 
@@ -252,11 +247,7 @@ class TensorFiles:
             _check_index(directory, index, self.files)
 
     def read(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a part of a tensor; `index` has one slice for each dim.
-
-        Raises:
-          ValueError: The file cannot be read.
-        """
+        """Reads a part of a tensor; `index` has one slice for each dim."""
         file, place = self._places[tensor]
         dtype = CODE_DTYPES.get(place.dtype, place.dtype)
         try:
@@ -375,11 +366,7 @@ class Quantization(NamedTuple):
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization:
-    """Reads how a `config.json` says that weights are quantized.
-
-    Raises:
-      ValueError: The method is none that this module decodes.
-    """
+    """Reads how a `config.json` says that weights are quantized."""
     found = config.get("quantization_config")
     if not found:
         return Quantization()
@@ -412,11 +399,7 @@ class DecodedFiles(TensorFiles):
     """
 
     def __init__(self, directory: Path, quantization: Quantization) -> None:
-        """Opens all files.
-
-        Raises:
-          ValueError: See `TensorFiles`; or codes and scales do not fit each other.
-        """
+        """Opens all files."""
         super().__init__(directory)
         method, self._block = quantization
         # The shapes and dtypes in the files; `shapes` and `dtypes` show decoded tensors.
@@ -538,11 +521,9 @@ def model_directory(directory: GivenPath, *, weights: bool = True) -> Path:
     """Returns the directory itself, or a copy of a directory in a bucket.
 
     Args:
-      directory: The path of the model.
       weights: Whether to copy the weights too.
 
     Raises:
-      ValueError: There is no model in the bucket, or the bucket cannot be read.
       FolderError: The copy cannot be written.
     """
     path = user_path(directory)

@@ -259,9 +259,6 @@ def pieces_of_transformer(
       family: The `model_type` of the config.
       shapes: The shape of each parameter on one device, by its path.
       skip_unknown: Whether to leave out parameters that have no tensor in files of the family.
-
-    Raises:
-      ValueError: A parameter has no tensor in files of the family.
     """
     modules = {path: found for path in shapes if (found := _LAYER.match(path))}
     own = {int(found["own"]) for found in modules.values() if found["own"]}
@@ -320,9 +317,6 @@ def pieces_of(
     """Returns the tensors that a rule assigns to a parameter of this shape.
 
     `sizes` has the sizes of dims of other parameters, for rules with a part.
-
-    Raises:
-      ValueError: The rule's dims are malformed, or differ from the parameter's dims.
     """
     stacked = len(_STACKED.findall(rule.tensor))
     names = tuple(f"d{dim}" for dim in range(len(shape) - stacked))
@@ -361,8 +355,6 @@ def spelling(family: str, embedding: str, stored: Collection[str]) -> Callable[[
 
     Args:
       family: The `model_type` of the text model.
-      embedding: The name of the embedding's tensor.
-      stored: The names of the tensors in the files.
     """
     base = PREFIXES.get(family, "model.layers").partition(".")[0] + "."
 

@@ -27,7 +27,11 @@ from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.options import with_defaults
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.collectives import CommPolicy, Format
-from manualpar.core.parameters.placement import describe_parameters, on_stages, route_parameter
+from manualpar.core.parameters.placement import (
+    describe_parameters,
+    route_parameter,
+    split_over_stages,
+)
 from manualpar.core.parameters.quantized_collectives import ReduceCode, make_quantizer
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.placement_check import place_parameter
@@ -246,8 +250,6 @@ def find_obstacle(
 
     Args:
       model: The model, on one device.
-      layout: The layout.
-      examples: Examples of a step on all devices.
       positions: Positions of each example.
       even: Whether all stages must have equally many layers.
     """
@@ -429,7 +431,7 @@ def parameter_forms(
     stacked = frozenset(path for path in paths if path.startswith(f"{LAYERS}/"))
     infos = describe_parameters(params, dict.fromkeys(stacked, frozenset({0})), mesh, ())
     if STAGE_AXIS in axes:
-        infos = on_stages(infos, stacked, STAGE_AXIS)
+        infos = split_over_stages(infos, stacked, STAGE_AXIS)
     forms = []
     for info in jax.tree.leaves(infos):
         place = place_parameter(strategy, info, (*shard_axes, *context), mesh)

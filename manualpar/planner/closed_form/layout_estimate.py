@@ -338,11 +338,9 @@ def _times(
     """Yields collectives `number` times, inside of a scope.
 
     Args:
-      number: The number of runs.
       sends: The collectives; the scope of each is a pass and a purpose.
       scope: The scope around the collectives, with a slash at the end.
       module: The module that runs the collectives, `""` for the model.
-      passes: The passes whose collectives are yielded.
       again: Whether the collectives of the forward pass get the scope of the recomputed pass.
     """
     for x in sends:
@@ -400,11 +398,7 @@ class LayoutEstimator:
         self._on_mesh = functools.cache(self._uncached_on_mesh)
 
     def estimate(self, layout: Layout, *, brief: bool = False) -> StepEstimate:
-        """Estimates a step; with `brief`, without collectives, assumptions and notes.
-
-        Raises:
-          ValueError: The layout does not divide the model or the batch, or the mesh does not fit.
-        """
+        """Estimates a step; with `brief`, without collectives, assumptions and notes."""
         rings = self._rings.setdefault(layout.name, {})
         return estimate(self.work(layout, brief=brief), self.topology, rings=rings, brief=brief)
 
@@ -413,9 +407,6 @@ class LayoutEstimator:
 
         If `brief` is set, `collectives` leaves out the collectives in a pipeline's ticks, which
         `pipeline` contains in any case.
-
-        Raises:
-          ValueError: The layout does not divide the model or the batch.
         """
         sizes: Any = {"examples": self.examples, "positions": self.positions}
         if problem := find_obstacle(self.model, layout, **sizes, even=self.even):
@@ -432,7 +423,7 @@ class LayoutEstimator:
         pipeline = None
         if ticks is not None:
             runs = {"forward": chunk_runs, "backward": chunk_runs}
-            computed = grouped((ticks.of(product.scope), product) for product in products)
+            computed = grouped((ticks.part_of(product.scope), product) for product in products)
             works = {
                 part: PartWork(
                     runs.get(part, layout.num_minibatches),

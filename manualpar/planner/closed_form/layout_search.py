@@ -31,11 +31,11 @@ from manualpar.planner.closed_form.layout import (
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.closed_form.layout_work import step_memory_of
 from manualpar.planner.plan import StepEstimate
+from manualpar.planner.planned_experiment import prepare_planned
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work, with_repeats
 from manualpar.planner.sweep import Outcome, throughput_of
 from manualpar.planner.topology import MOST_SPLIT, Topology, levels_of
-from manualpar.planner.vocabulary import prepare_planned
 from manualpar.strategies.shared_options import ReplicaMean
 from manualpar.training.config import flatten_config
 
@@ -219,9 +219,6 @@ def trace_layout(
 
     Attention is timed as one fused kernel. Without stages only one minibatch is traced, because the
     minibatches of a step are alike; the estimated memory is then for a step of one minibatch.
-
-    Raises:
-      ValueError: The program cannot be built, or the mesh does not fit into the topology.
     """
     config, repeats = config_of_layout(config, layout), 1
     if layout.stage == 1:

@@ -26,7 +26,7 @@ from manualpar.core.mesh.axes import (
     check_mesh_has,
     with_axis_types,
 )
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn, Metrics
@@ -121,7 +121,7 @@ class CountedStep:
             for fragment in range(len(outer_steps))
         ]
 
-    def at(self, number: int) -> StepFunction:
+    def step_at(self, number: int) -> StepFunction:
         """Returns the function that takes step `number`, counted from 1."""
         fragment = self._due_at(number)
         if fragment is None:
@@ -138,7 +138,7 @@ class CountedStep:
             if is_deleted(step) or not hasattr(step, "__int__"):
                 return cast(StepFunction, self.inner_step)(state, batch)  # This call raises.
             number = int(cast(Any, step))
-        new, metrics = self.at(number + 1)(state, batch)
+        new, metrics = self.step_at(number + 1)(state, batch)
         self._number, self._latest = number + 1, weakref.ref(new)
         return new, metrics
 
@@ -188,7 +188,7 @@ class DiLoCo(OuterSteps):
 
     def step_at(self, number: int) -> StepFunction:
         """Returns the function that takes step `number`, counted from 1."""
-        return self.train_step.at(number)
+        return self.train_step.step_at(number)
 
     def start_replicas(self, program: Program, state: TrainState) -> TrainState:
         """Replaces all replicas by new ones that start with the state's common parameters."""
@@ -216,11 +216,11 @@ class DiLoCo(OuterSteps):
         )
         return dataclasses.replace(program, abstract_state=abstract, unpadded_state=unpadded)
 
-    def regroup(self, program: Program, state: TrainState) -> TrainState:
-        """Converts a state with another number of replicas, see `DiLoCoState.regroup`."""
+    def change_replicas(self, program: Program, state: TrainState) -> TrainState:
+        """Converts a state with another number of replicas, see `DiLoCoState.change_replicas`."""
         if state.local["examples"].shape == program.abstract_state.local["examples"].shape:
             return state
-        return _on_state(program, self.state.regroup, state)
+        return _on_state(program, self.state.change_replicas, state)
 
 
 def _on_state(
@@ -231,7 +231,7 @@ def _on_state(
     def run(common: TrainState, local: Any) -> TrainState:
         return function(common.replace(local=local))
 
-    on_auto = on_auto_axes(run, mesh=program.mesh, out_specs=program.layout)
+    on_auto = with_auto_axes(run, mesh=program.mesh, out_specs=program.layout)
     shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
     with no_mesh():  # `local` is not donated, because its number of replicas may change.
         jitted = jax.jit(on_auto, out_shardings=shardings, donate_argnums=0)
@@ -542,7 +542,6 @@ def diloco_of_config(
     Args:
       model: The model, see `diloco`.
       tx: The optimizer of each replica.
-      loss_fn: The loss.
       inner: The name of each replica's strategy. Options that this strategy lacks are ignored.
       outer_learning_rate: The learning rate of the outer optimizer. Without momentum the optimizer
         is plain gradient descent. A rate of 1 then takes the mean of the replicas' parameters.

@@ -174,7 +174,7 @@ class DiLoCoState:
             }
         )
 
-    def regroup(self, state: TrainState) -> TrainState:
+    def change_replicas(self, state: TrainState) -> TrainState:
         """Converts a state with another number of replicas; all new replicas are equal.
 
         Directly after an outer step the new replicas start with the common parameters. Otherwise

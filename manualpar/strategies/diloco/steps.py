@@ -68,8 +68,6 @@ def mean_difference(
       replica: A tree of the same shards of this replica's parameters.
       examples: `float32[]`, the number of examples that this replica has seen since it began with
         `common`.
-      axes: The mesh axes of the replicas.
-      comm: The dtype and the quantizer to send with.
 
     Returns:
       The tree of means, weighted by the numbers of examples; unweighted means if no replica has

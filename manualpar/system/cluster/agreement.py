@@ -51,7 +51,7 @@ def from_first(value: JSON) -> JSON:
     Communication:
       Two small all-reduces over all devices; none with one process.
     """
-    return _from(0, value)
+    return _broadcast_from(0, value)
 
 
 def gather_in_first(cluster: Cluster, value: JSON) -> list[JSON]:
@@ -87,10 +87,10 @@ def first_failure(failure: str) -> str:
       A small all-reduce over all devices, and two more after a failure; none with one process.
     """
     failed = _first_with(bool(failure))
-    return "" if failed is None else _from(failed, failure)
+    return "" if failed is None else _broadcast_from(failed, failure)
 
 
-def _from(process: int, value: JSON) -> JSON:
+def _broadcast_from(process: int, value: JSON) -> JSON:
     """Returns the value of one process in every process."""
     text = json.dumps(value)
     if jax.process_count() == 1:
@@ -137,8 +137,8 @@ def failing_together() -> Iterator[None]:
     except (OSError, ValueError) as error:
         failed = _first_with(True)
         assert failed is not None
-        _from(failed, [str(error), isinstance(error, OSError)])
+        _broadcast_from(failed, [str(error), isinstance(error, OSError)])
         raise
     if (failed := _first_with(False)) is not None:
-        failure, is_of_files = _from(failed, None)
+        failure, is_of_files = _broadcast_from(failed, None)
         raise FolderError(failure) if is_of_files else ValueError(failure)

@@ -242,7 +242,6 @@ async def knock(
     Raises:
       NotMetError: Process 0 did not listen in time.
       DisagreementError: The number of processes differs.
-      ValueError: Process 0 does not accept this process as part of its run.
     """
     began, notices = time.monotonic(), notice_times(terms.timeout_seconds)
     notice_at = next(notices)

@@ -1,15 +1,15 @@
 """Finds this process's number and the other processes: from arguments or environment variables.
 
 A user sets the variables of manualpar, and a cluster sets its own variables. Those of Slurm, of
-Open MPI 4 and of TPUs on GKE give all values (`managed`). Other clusters have variables from which
-this module only finds out whether there are several processes; JAX then finds the processes
+Open MPI 4 and of TPUs on GKE give all values (`launchers`). Other clusters have variables from
+which this module only finds out whether there are several processes; JAX then finds the processes
 (`jax.distributed.initialize`): Kubernetes jobs and Cloud TPU machines.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
-from manualpar.system.cluster import managed
+from manualpar.system.cluster import launchers
 
 COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
 COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
@@ -49,11 +49,7 @@ def find_assignment(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> Assignment | None:
-    """Finds this process's place in a run, see `initialize`; returns `None` for a single process.
-
-    Raises:
-      ValueError: Only some of the arguments are given, or they contradict each other.
-    """
+    """Finds this process's place in a run, see `initialize`; `None` for a single process."""
     sees_all = "JAX_LOCAL_DEVICE_IDS" not in environment
     evidence = "--coordinator_address=auto" if coordinator_address == AUTO else ""
     evidence = evidence or _evidence(environment)
@@ -105,7 +101,7 @@ def find_assignment(
 
 def _managed(environment: Mapping[str, str], found_by_jax: Assignment) -> Assignment | None:
     """Makes an `Assignment` from the variables of a cluster; `None` if they are not enough."""
-    if (place := managed.find_place(environment)) is None:
+    if (place := launchers.find_place(environment)) is None:
         return None
     found = _check(dict(zip(place.names, place.values, strict=True)), found_by_jax.sees_all_devices)
     return dataclasses.replace(found, evidence=found_by_jax.evidence, manager=place.manager)

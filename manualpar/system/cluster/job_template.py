@@ -69,9 +69,6 @@ def render(template: str, command: Sequence[str], values: dict[str, str]) -> str
       command: The command that every host runs, without `--workdir`.
       values: The values of options, by the option's name with underscores; others have the
         template's defaults.
-
-    Raises:
-      UsageError: The template does not have an option, or a value does not fit.
     """
     text = FILES[template].read_text(encoding="utf-8")
     defaults = {name: default for name, default in _PLACE.findall(text) if default}

@@ -24,7 +24,7 @@ from manualpar.core.state.state_arrays import list_some
 from manualpar.system.cluster.cluster import Cluster
 from manualpar.system.cluster.facts import Facts, describe_differences
 from manualpar.system.cluster.failure_detector import UNWATCHED
-from manualpar.system.cluster.own_host import (
+from manualpar.system.cluster.this_host import (
     Finding,
     Host,
     device_facts,
@@ -93,9 +93,6 @@ def check_hosts(
       facts: Values that must be equal in all processes, by a name that users understand.
       has_devices: Whether to compare the devices too. This makes JAX's devices.
       host: This process's host, by default as `find_host` finds it.
-
-    Returns:
-      The verdict.
     """
     devices = _examine_devices(cluster) if has_devices else {"findings": []}
     with _folder(workdir):

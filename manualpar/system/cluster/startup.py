@@ -27,7 +27,6 @@ from manualpar.system.cluster.environment import MEND, Assignment, find_assignme
 from manualpar.system.cluster.facts import Facts, announce
 from manualpar.system.cluster.hub import Hub
 from manualpar.system.cluster.messages import TOKEN_VARIABLE, NotMetError, Terms
-from manualpar.system.cluster.own_host import check_hub_limits, raise_limits
 from manualpar.system.cluster.preflight import (
     PreflightError,
     Verdict,
@@ -35,6 +34,7 @@ from manualpar.system.cluster.preflight import (
     compare_devices,
     describe_refusal,
 )
+from manualpar.system.cluster.this_host import check_hub_limits, raise_limits
 from manualpar.system.storage import AnyPath
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -229,7 +229,6 @@ def _start_jax(
     """Starts JAX's distributed runtime, which makes the devices of all processes known to each.
 
     Raises:
-      ValueError: JAX cannot find the processes by itself.
       ConnectionError: The processes have not connected in time, or cannot connect.
       RuntimeError: JAX has already made its devices.
     """

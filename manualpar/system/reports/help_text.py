@@ -21,7 +21,6 @@ def fill(text: str, indent: str = "", *, hanging: str | None = None) -> str:
     """Wraps one paragraph.
 
     Args:
-      text: The paragraph.
       indent: Begins every line.
       hanging: Begins every line except the first; by default `indent`.
     """

@@ -104,7 +104,6 @@ def new_figure(user: str, size: tuple[float, float], *, title: str) -> Iterator[
     Args:
       user: The feature that needs matplotlib, such as a file's name, for the error's message.
       size: Width and height in inches.
-      title: The title.
 
     Raises:
       MissingExtraError: matplotlib is not installed.

@@ -91,7 +91,6 @@ def logged_seconds(
     In a terminal nothing is printed. If the work fails, there is no second line.
 
     Args:
-      console: The rich console to print on.
       doing: The first line, such as `compiling the training step`.
       done: The second line without the seconds, such as `compiled the training step`.
       get_time: Returns the time in seconds.

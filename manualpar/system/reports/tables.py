@@ -147,10 +147,6 @@ def print_table(
     wider than the terminal, so that names can be searched.
 
     Args:
-      console: The console to print on.
-      columns: The columns.
-      rows: The rows.
-      title: A line above the table.
       last: A separate row below the other rows, such as their sum.
       most: The number of rows to show; `None` for all.
     """

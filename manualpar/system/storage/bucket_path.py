@@ -329,8 +329,6 @@ def read_part(
 
     Args:
       scheme: A key of `MODULES`.
-      bucket: The name of the bucket.
-      key: The key of the object.
       limits: The first byte, and the byte after the last byte; `None` for the whole object.
       version: The version to read; the server refuses to send another version. `None` for any.
 
@@ -376,8 +374,6 @@ def list_page(scheme: str, bucket: str, prefix: str, *, delimiter: str, token: s
 
     Args:
       scheme: A key of `MODULES`.
-      bucket: The name of the bucket.
-      prefix: The beginning of the objects' keys.
       delimiter: "/" to list a folder without its subfolders' objects, "" to list all objects.
       token: The `next_token` of the previous page; "" for the first page.
     """
@@ -699,9 +695,7 @@ GivenPath = str | os.PathLike[str] | BucketPath  # The types of a path that call
 def as_path(text: GivenPath) -> AnyPath:
     """Parses a text into a local path or a path in a bucket.
 
-    Raises:
-      ValueError: The text has a scheme other than `s3` or `gs`, names no bucket, or contains a
-        password. The message does not repeat the text.
+    An error's message does not repeat the text, which may contain a password.
     """
     if isinstance(text, BucketPath):
         return text
@@ -769,7 +763,6 @@ def open_for_reading(path: AnyPath, *, version: Version | None = None) -> Binary
     """Opens a file, local or in a bucket, to be read from any position.
 
     Args:
-      path: The file.
       version: The version to read of a file in a bucket; by default the current version.
     """
     if isinstance(path, BucketPath):

@@ -70,7 +70,6 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
 
     Raises:
       ContentError: The files change while they are copied.
-      ValueError: A file is too large.
     """
     temporary = Path(tempfile.mkdtemp(prefix="copied-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
@@ -128,7 +127,6 @@ def copied_folder(
     files show the path. Returns the path of the complete copy.
 
     Args:
-      path: The folder.
       cache: The folder of all copies. Only one process at a time copies to it.
       keep: Returns whether to copy a file; called with the file's path relative to the folder.
       setting: The name of the setting that chooses `cache`, for messages.

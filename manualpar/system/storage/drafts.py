@@ -67,7 +67,6 @@ def hold(
     `check` raises a `BucketError` if the lock was lost.
 
     Args:
-      folder: The folder.
       report: Called with a sentence if a lock is taken over, or if the server does not support
         this lock.
       remains: Whether the lock's object stays after the context, marked as free. If not, the object
@@ -238,7 +237,6 @@ def waiting_for(path: Path) -> Iterator[None]:
     """Waits until no other process has locked a file; locks it while the context lasts.
 
     Raises:
-      ValueError: The path leads to a link, or to something other than a regular file.
       OSError: The file cannot be opened, or its file system has no locks.
     """
     try:
@@ -258,7 +256,6 @@ def hold_file(
 
     Args:
       path: The lock file, which is created if it does not exist.
-      folder: The folder that the lock protects, for messages.
       report: Called with a sentence if the file system has no locks.
       remains: Whether the file is kept at the end of the context, but emptied; if not, it is
         deleted.
@@ -375,7 +372,6 @@ def writing(function: str, folder: AnyPath) -> Iterator[None]:
     The message begins with the name of the calling function, `function`.
 
     Raises:
-      ValueError: Another process is writing to the folder.
       FolderError: The folder cannot be written.
       BucketError: The folder is in a bucket, and cannot be written.
     """

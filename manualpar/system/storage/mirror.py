@@ -81,7 +81,6 @@ def mirrored(
     If `folder` is local, the function yields `folder` and `check`.
 
     Args:
-      folder: The destination of the results.
       left_out: The prefixes of files that are not copied.
       check: Called before each upload; raises an error if this process no longer owns `folder`.
       is_main: Whether this process writes results. Other processes get an empty folder.

@@ -78,7 +78,6 @@ def read_file(path: Path, *, follow_links: bool = False) -> bytes:
     """Reads a regular file; see `open_file`.
 
     Raises:
-      ValueError: The file is longer than `MAX_BYTES`.
       OSError: The file cannot be read, or is no regular file.
     """
     with open_file(path, follow_links=follow_links) as file:
@@ -91,11 +90,9 @@ def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.Buffer
     """Opens a `.safetensors` file, and returns it with the length of its header.
 
     Args:
-      path: The file.
       most: The most bytes that the header may have.
 
     Raises:
-      ValueError: The header is longer than `most`.
       OSError: The file cannot be opened, or is no regular file.
     """
     file = open_file(path)
@@ -151,7 +148,6 @@ def open_own_file(path: Path, *, create: bool = True, appends: bool = False) -> 
     """Opens a file to read it and to change it, without a buffer; never waits.
 
     Args:
-      path: The file.
       create: Whether to create the file if it does not exist.
       appends: Whether every write goes to the end of the file.
 
@@ -185,10 +181,6 @@ def parse_object(text: bytes | str, *, allow_nan: bool = False) -> dict[str, Any
 
     With `allow_nan` the text may contain NaN and Infinity, which Python writes although JSON does
     not have them. The result is nested at most `MAX_DEPTH` deep, so recursion over it is safe.
-
-    Raises:
-      ValueError: The text is longer than `MAX_BYTES`, not UTF-8, not JSON, nested deeper than
-        `MAX_DEPTH`, or no object.
     """
     if len(text) > MAX_BYTES:
         raise ValueError(f"has more than {MAX_BYTES:,} bytes")
@@ -290,7 +282,6 @@ def read_model_object(path: Path, folder: Path) -> dict[str, Any]:
     """Reads a JSON object in a model's folder; see `model_file` and `parse_object`.
 
     Raises:
-      ValueError: The object contains half of a surrogate pair, which no text in Unicode has.
       OSError: The file cannot be read; see `model_file`.
     """
     data = read_model_file(path, folder)

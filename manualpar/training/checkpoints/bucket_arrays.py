@@ -111,7 +111,7 @@ class BucketArrays:
         stored_program = program.for_replicas_of(stored.get("local", {}))
         leaves = leaves_to_read(path, stored_program, stored, keys, report=report)
         arrays = {leaf.keys: _read_leaf(path, leaf, opened[leaf.keys]) for leaf in leaves}
-        return program.regroup(restored_state(stored_program, arrays, keys)), extra
+        return program.change_replicas(restored_state(stored_program, arrays, keys)), extra
 
     def close(self) -> None:
         """Waits for the write in progress and ends the thread."""

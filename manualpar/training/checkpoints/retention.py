@@ -119,9 +119,8 @@ def delete_leftovers(folder: Path) -> None:
 def find_leftovers(folder: Path) -> list[Path]:
     """Finds the leftovers of killed saves and deletions in a folder.
 
-    Raises:
-      ValueError: A file or a link has the name of a leftover. Saves leave only folders, so the file
-        belongs to the user and is not deleted. A save to a link would write outside the folder.
+    A file or a link with the name of a leftover is refused. Saves leave only folders, so the file
+    belongs to the user and is not deleted. A save to a link would write outside the folder.
     """
     leftovers = []
     for name in _names(folder):

@@ -29,7 +29,7 @@ from absl import logging as absl_logging
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.parameters.sharded_parameter import unpad_leaf
 from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf, leaves_of, list_some, place_leaf, show_array
@@ -173,7 +173,6 @@ def read_extra(path: AnyPath) -> dict[str, JSON]:
     """Reads the caller's `extra` from a checkpoint's folder; does not verify checksums.
 
     Raises:
-      ValueError: The file of `extra` is not a JSON object.
       OSError: The file can't be read.
     """
     if isinstance(path, BucketPath):
@@ -262,7 +261,7 @@ class OrbaxFiles:
         with self._checkpointer() as orbax:
             plain = orbax.restore(path, args=ocp.args.Composite(state=wanted))["state"]
         state = restored_state(stored_program, flatten_dict(plain), keys)
-        return program.regroup(state), texts["extra"]
+        return program.change_replicas(state), texts["extra"]
 
     def close(self) -> None:
         """Waits for the write in progress and ends Orbax's threads."""
@@ -468,5 +467,5 @@ def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array
 
 def _take_off(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
     run = functools.partial(unpad_leaf, padding=padding)
-    unpadded: jax.Array = on_auto_axes(run, mesh=mesh, out_specs=PartitionSpec())(x)
+    unpadded: jax.Array = with_auto_axes(run, mesh=mesh, out_specs=PartitionSpec())(x)
     return unpadded

@@ -26,11 +26,7 @@ PYTHON_TRACER_LEVEL = 0
 
 
 def parse_profile(text: str) -> range:
-    """Parses the config field `profile`: `10:13` means the steps 10 to 13, `""` means no steps.
-
-    Raises:
-      ValueError: `text` is neither `""` nor two steps.
-    """
+    """Parses the config field `profile`: `10:13` means the steps 10 to 13, `""` means no steps."""
     if not text:
         return range(0)
     found = re.fullmatch(r"(\d+):(\d+)", text)
@@ -65,7 +61,7 @@ class StepProfiler:
         """Returns whether a step is profiled, which makes it slower than other steps."""
         return step in self.steps
 
-    def before(self, step: int, state: Any) -> None:
+    def begin_step(self, step: int, state: Any) -> None:
         """Begins step number `step`; waits for `state` if this is the first profiled step."""
         if self._is_done or step not in self.steps:
             return
@@ -79,7 +75,7 @@ class StepProfiler:
             self._is_tracing = True
         self._step.enter_context(jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step))
 
-    def after(self, step: int, state: Any) -> None:
+    def end_step(self, step: int, state: Any) -> None:
         """Ends step number `step`; waits for `state` if this is the last profiled step."""
         if self._is_done or step not in self.steps:
             return

@@ -130,9 +130,6 @@ class TrainingProgress:
         """Makes the bar, which appears when the context is entered.
 
         Args:
-          console: The console to print to.
-          num_steps: The number of updates at the end of the training.
-          first_step: The number of updates that an earlier run made.
           state_bytes: The bytes of the state on the fullest device; `None` to show none.
           while_compiling: Makes a context in which a step is compiled.
           get_time: Returns the time in seconds, to estimate the remaining time.
@@ -166,8 +163,6 @@ class TrainingProgress:
 
         Args:
           name: The name of the step in a log file, such as `training step`.
-          step: The step.
-          *args: The arguments of the step.
         """
         if step in self._compiled:
             return step(*args)

@@ -165,8 +165,6 @@ def write_report(
     """Writes the report of a run, and returns the path of the page.
 
     Args:
-      workdir: The folder of the run.
-      title: The title of the page.
       facts: Names and values to show in a table, such as the mesh or how the run ended.
       report: Called with a sentence for each file that has content which no run writes, so that it
         is left out. Also called if matplotlib is missing: then there are no charts.

@@ -103,15 +103,11 @@ class RunWriter:
 
         Args:
           workdir: The folder of the run, which is created if it does not exist.
-          config: The config to run with.
           place: The value that `place()` returned at the checkpoint; `None` for a new run.
-          step: The number of updates at the checkpoint.
           report: Called with a sentence if `throughput.jsonl` is damaged.
-          process: The number of this process.
           publish: Copies the files to their destination, if the destination is not `workdir`.
 
         Raises:
-          ValueError: `place` does not have the sizes of the two files.
           WriteError: `metrics.jsonl` is missing, is shorter than its size in `place`, has no line
             that ends at this size, or has other bytes before it than at the checkpoint; or one of
             the files is a link or no file.

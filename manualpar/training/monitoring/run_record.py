@@ -79,7 +79,7 @@ class TimeLedger:
         """The seconds since this object was made."""
         return self._get_time() - self._began
 
-    def at(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Records that `step` updates are made."""
         self._step = step
 
@@ -165,7 +165,7 @@ class Interval:
     step: int
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> Self:
+    def from_line(cls, line: Mapping[str, Any]) -> Self:
         """Reads a line of `times.jsonl`, which `check_interval` has checked."""
         return cls(line["what"], line["began"], line["seconds"], line["from"], line["step"])
 
@@ -197,7 +197,7 @@ def add_up(lines: Iterable[Mapping[str, Any]]) -> RunTimes:
     parts: list[Interval] = []
     reached = 0  # The largest step of a training that lasts.
     for line in lines:
-        one = Interval.of(line)
+        one = Interval.from_line(line)
         if parts and line.get("starts"):
             ended = parts[-1].began + parts[-1].seconds
             # Clocks of two hosts may differ.

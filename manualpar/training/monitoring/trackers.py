@@ -85,11 +85,7 @@ def start_tracker(
     Args:
       name: A name in `TRACKERS`.
       config: The flat config of the run by dotted name, with `training.project`.
-      folder: The local folder of the run.
       say: Called with a sentence if the service fails.
-
-    Raises:
-      UsageError: The service's library is not installed, or the service cannot be reached.
     """
     ids = read_object(folder / IDS_FILE) if (folder / IDS_FILE).exists() else {}
     try:

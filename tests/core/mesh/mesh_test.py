@@ -28,7 +28,6 @@ from manualpar.core.mesh.mesh import (
     mesh_of,
     platform_of,
     ring_through,
-    simulate_devices,
 )
 from manualpar.planner.topology import is_closed, parse_topology
 from tests.core.mesh.devices import Device
@@ -186,14 +185,6 @@ def test_a_mesh_is_described_in_a_line(devices8):
     assert describe_mesh(mesh) == "replica=2, data=4 on 8 simulated cpu devices"
     alone = jax.make_mesh((1,), ("data",), devices=devices8[:1])
     assert describe_mesh(alone) == "data=1 on 1 cpu device"
-
-
-def test_the_former_place_has_the_same_functions():
-    with pytest.warns(DeprecationWarning, match="manualpar.core.mesh.mesh"):
-        from manualpar.training import devices
-
-    assert devices.simulate_devices is simulate_devices
-    assert devices.describe_mesh is describe_mesh
 
 
 # -------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import abstract_mesh
-from manualpar.layers.attention import attention, blockwise_attention, kinds
-from manualpar.layers.attention.kinds import Device
+from manualpar.layers.attention import attention, blockwise_attention, causal_attention
+from manualpar.layers.attention.causal_attention import Device
 from manualpar.layers.boundaries import platform_traced_for
 from tests.layers.attention.reference import arrays, numbers, reference
 
@@ -82,7 +82,7 @@ def test_the_platform_is_that_of_the_mesh_around(devices8):
 
 
 def test_tpus_run_splash_where_it_fits(monkeypatch):
-    monkeypatch.setattr(kinds, "device_traced_for", lambda: Device("tpu"))
+    monkeypatch.setattr(causal_attention, "device_traced_for", lambda: Device("tpu"))
 
     def is_splash(dtype, devices):
         monkeypatch.setattr(jax, "device_count", lambda: devices)

@@ -9,11 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import abstract_mesh
+from manualpar.layers.attention import causal_attention
 from manualpar.layers.attention import context as contexts
-from manualpar.layers.attention import kinds
-from manualpar.layers.attention import kinds as devices
+from manualpar.layers.attention.causal_attention import ASSUMED_MEMORY, Device, cudnn_misfit
 from manualpar.layers.attention.context import Context
-from manualpar.layers.attention.kinds import ASSUMED_MEMORY, Device, cudnn_misfit
 from manualpar.planner.compiler_worker import tracing_for
 from manualpar.planner.hardware import chip_named
 
@@ -72,8 +71,8 @@ def heads(shape, dtype="bfloat16"):
 
 def best(device, query, key, mask):
     has_documents, options = MASKS[mask]
-    scoring = kinds.Scoring(**({"window": None, "soft_cap": None} | options))
-    return kinds.best_kind(device, query, key, scoring, has_documents=has_documents)
+    scoring = causal_attention.Scoring(**({"window": None, "soft_cap": None} | options))
+    return causal_attention.best_kind(device, query, key, scoring, has_documents=has_documents)
 
 
 @pytest.mark.parametrize(("shape", "mask"), ROWS)
@@ -108,9 +107,9 @@ def chosen(monkeypatch):
 
         monkeypatch.setattr(module, function, attend)
 
-    stand_in("splash", kinds, "splash_attention")
-    stand_in("cudnn", kinds, "cudnn_attention")
-    stand_in("blockwise", kinds, "attend_in_blocks")
+    stand_in("splash", causal_attention, "splash_attention")
+    stand_in("cudnn", causal_attention, "cudnn_attention")
+    stand_in("blockwise", causal_attention, "attend_in_blocks")
     stand_in("ring", contexts, "ring_attention")
     return found
 
@@ -182,7 +181,7 @@ def test_the_mask_of_global_arrays_is_split_over_the_examples(chosen, devices8, 
     for memory in (one, one - 1):
 
         def attend(query, documents):  # A new function, because JAX caches traces.
-            return kinds.attention(query, query, query, documents)
+            return causal_attention.attention(query, query, query, documents)
 
         with tracing_for(Device("gpu", "9.0", memory)), jax.set_mesh(mesh):
             jax.eval_shape(attend, query, documents)
@@ -191,14 +190,14 @@ def test_the_mask_of_global_arrays_is_split_over_the_examples(chosen, devices8, 
 
 def test_a_gpu_of_this_process_gives_its_numbers(monkeypatch):
     gpu = types.SimpleNamespace(compute_capability="9.0", memory_stats=lambda: {"bytes_limit": 7})
-    monkeypatch.setattr(devices.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(devices.jax, "local_devices", lambda: [gpu])
-    monkeypatch.setattr(devices, "platform_traced_for", lambda: "gpu")
-    assert devices.device_traced_for() == Device("gpu", "9.0", 7)
+    monkeypatch.setattr(causal_attention.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(causal_attention.jax, "local_devices", lambda: [gpu])
+    monkeypatch.setattr(causal_attention, "platform_traced_for", lambda: "gpu")
+    assert causal_attention.device_traced_for() == Device("gpu", "9.0", 7)
     gpu.memory_stats = lambda: None
-    assert devices.device_traced_for() == Device("gpu", "9.0", ASSUMED_MEMORY)
-    monkeypatch.setattr(devices, "platform_traced_for", lambda: "cpu")
-    assert devices.device_traced_for() == Device("cpu")
+    assert causal_attention.device_traced_for() == Device("gpu", "9.0", ASSUMED_MEMORY)
+    monkeypatch.setattr(causal_attention, "platform_traced_for", lambda: "cpu")
+    assert causal_attention.device_traced_for() == Device("cpu")
 
 
 def test_gpus_of_another_machine_have_no_kernel_that_jax_would_trace():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar.layers.attention import kinds as choice
+from manualpar.layers.attention import causal_attention as choice
 from manualpar.planner.compiler_worker import tracing_for
 from manualpar.planner.hardware import chip_named
 from manualpar.training.config import load_config

@@ -11,8 +11,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from manualpar.layers.attention.causal_attention import mask_bytes
 from manualpar.layers.attention.context import Context
-from manualpar.layers.attention.kinds import mask_bytes
 from manualpar.planner.compiler_worker import installed, tracing_for
 from manualpar.planner.gpu_compiler import INSTALL, PACKAGES
 from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target

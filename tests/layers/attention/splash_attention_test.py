@@ -18,11 +18,11 @@ from manualpar import Batch, Pipeline, fsdp, make_mesh
 from manualpar.core.tracing.jaxprs import inner_jaxprs
 from manualpar.core.tracing.scopes import blocks_computed
 from manualpar.layers import Context
-from manualpar.layers.attention import kinds as attention
+from manualpar.layers.attention import causal_attention as attention
 from manualpar.layers.attention import splash_attention as splash
 from manualpar.layers.attention import splash_attention as splash_parts
 from manualpar.layers.attention.blockwise_attention import ATTENDED
-from manualpar.layers.attention.kinds import Device
+from manualpar.layers.attention.causal_attention import Device
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.flat_fields import with_fields

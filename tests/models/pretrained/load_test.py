@@ -68,7 +68,7 @@ def test_every_dim_can_be_split_wherever_it_is_merged(made, program):
     """Each part of each parameter, whatever its bounds, is that part of the parameter."""
     from manualpar.core.program.load_state import variable_leaves
     from manualpar.models.pretrained.slices import ShardReader
-    from manualpar.models.pretrained.sources import find_sources
+    from manualpar.models.pretrained.tensor_sources import find_sources
 
     directory, params = made
     sources = find_sources(program, directory)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from manualpar.system.cluster.environment import Assignment, find_assignment
-from manualpar.system.cluster.managed import find_place, first_node
+from manualpar.system.cluster.launchers import find_place, first_node
 
 OURS = {
     "MANUALPAR_COORDINATOR_ADDRESS": "a:1",

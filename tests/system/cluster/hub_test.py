@@ -18,9 +18,9 @@ from manualpar.system.cluster.cluster import Channel, knock
 from manualpar.system.cluster.failure_detector import Pace, ProcessProgress
 from manualpar.system.cluster.hub import MAX_STRANGERS, Hub
 from manualpar.system.cluster.messages import Terms
-from manualpar.system.cluster.own_host import check_hub_limits, raise_limits
 from manualpar.system.cluster.startup import listen, split_address
 from manualpar.system.cluster.stopping import StopGate
+from manualpar.system.cluster.this_host import check_hub_limits, raise_limits
 from tests.system.cluster.framing import framed
 
 HANG_SECONDS = 60

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from manualpar.system.cluster import own_host, preflight
+from manualpar.system.cluster import preflight, this_host
 from manualpar.system.cluster.cluster import Cluster
 from manualpar.system.cluster.hub import Hub
 from manualpar.system.cluster.messages import Terms
-from manualpar.system.cluster.own_host import Host, find_host, limits, name_findings
 from manualpar.system.cluster.preflight import _judge, check_hosts, describe_refusal, peers
 from manualpar.system.cluster.startup import listen
+from manualpar.system.cluster.this_host import Host, find_host, limits, name_findings
 from tests.system.cluster.processes import free_port, lines_of_ours
 
 HANG_SECONDS = 60
@@ -70,7 +70,7 @@ def test_a_firewall_is_named_by_both_of_its_hosts(monkeypatch):
     """Nobody listens at the address that n1 has announced."""
 
     def listen_at(address):
-        return own_host.listen_at("127.0.0.99" if address == "127.0.0.2" else address)
+        return this_host.listen_at("127.0.0.99" if address == "127.0.0.2" else address)
 
     monkeypatch.setattr(preflight, "listen_at", listen_at)
     lines = check_together(3).lines
@@ -163,8 +163,8 @@ def test_the_name_of_a_host(monkeypatch, addresses, found, finding):
             raise socket.gaierror(-2, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in addresses]
 
-    monkeypatch.setattr(own_host.socket, "gethostname", lambda: "n")
-    monkeypatch.setattr(own_host.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(this_host.socket, "gethostname", lambda: "n")
+    monkeypatch.setattr(this_host.socket, "getaddrinfo", resolve)
     assert find_host() == found
     [[text, _]] = name_findings(found)
     assert finding in text

@@ -36,11 +36,11 @@ def _run(step, profiler: StepProfiler, steps: range, *, fail_at: int | None = No
     state = jnp.ones((16,))
     with profiler:
         for number in steps:
-            profiler.before(number, state)
+            profiler.begin_step(number, state)
             if number == fail_at:
                 raise KeyError
             state = step(state)
-            profiler.after(number, state)
+            profiler.end_step(number, state)
 
 
 def _trace(folder: Path) -> list[dict]:

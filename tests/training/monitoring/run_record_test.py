@@ -184,7 +184,7 @@ class Clock:
 def train(clock, times, steps, seconds=1.0):
     for step in steps:
         clock.now += seconds
-        times.at(step)
+        times.set_step(step)
 
 
 def kill(times):
@@ -213,7 +213,7 @@ def test_a_run_that_is_killed_stopped_and_resumed(tmp_path, monkeypatch):
     times = clock.start(monkeypatch)
     with times.during(RESTORING):
         clock.now += 4
-        times.at(15)
+        times.set_step(15)
     times.write_to(clock.path)
     times.enter(TRAINING)
     train(clock, times, range(16, 31))

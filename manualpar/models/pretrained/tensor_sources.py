@@ -71,11 +71,7 @@ def find_sources(
     names: Mapping[str, Rule | str] | None = None,
     missing: Missing = "error",
 ) -> Sources:
-    """Finds the tensors of all variables of a program; reads only the files' headers.
-
-    Raises:
-      ValueError: See `load_hf`.
-    """
+    """Finds the tensors of all variables of a program; reads only the files' headers."""
     plain, _ = plain_leaves(program, variable_leaves(program))
     leaves = {leaf.name.partition("/")[2]: leaf for leaf in plain}
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
@@ -116,11 +112,7 @@ def find_sources(
 
 
 def transformer_of(program: Program) -> Transformer:
-    """Returns the `Transformer` that a program trains.
-
-    Raises:
-      ValueError: The program trains another model.
-    """
+    """Returns the `Transformer` that a program trains."""
     model: Any = program.model.interface.module
     while model is not None and not isinstance(model, Transformer):
         model = getattr(model, "module", None)

@@ -377,11 +377,7 @@ def check_attention(
     documents: jax.Array | None,
     scoring: Scoring,
 ) -> None:
-    """Refuses arguments that no kind of attention can compute.
-
-    Raises:
-      ValueError: Shapes do not fit, or an option is out of range.
-    """
+    """Refuses arguments that no kind of attention can compute."""
 
     def shown(x: jax.Array) -> str:
         return f"{x.dtype}{list(x.shape)}"
@@ -436,11 +432,9 @@ def best_kind(
     - Blockwise otherwise.
 
     Args:
-      device: The device.
       query: `[B, S, N, H]`, with the device's own examples and heads; only the shape and the dtype
         are read.
       key: `[B, S, K, H]`, likewise.
-      scoring: The window and the soft cap.
       has_documents: Whether a query sees only keys of its own document.
     """
     if device.platform == "tpu" and splash_misfit(query, key) is None:

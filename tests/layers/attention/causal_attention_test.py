@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from manualpar.layers.attention import kinds as cudnn
+from manualpar.layers.attention import causal_attention as cudnn
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 
 real = jax.nn.dot_product_attention

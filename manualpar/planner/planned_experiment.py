@@ -26,21 +26,13 @@ def prepare_planned(
     """Checks a config and builds its experiment, like `manualpar.training.experiment.prepare`.
 
     If `vocab_size` replaces the vocabulary of the data, the experiment can be planned but not run.
-
-    Raises:
-      ValueError: The config contradicts itself or does not fit the devices, or its model has no
-        vocabulary.
     """
     task = planned_task(config, vocab_size)
     return prepare(config, devices=devices, task=task)
 
 
 def planned_task(config: ml_collections.ConfigDict, vocab_size: int = 0) -> Task:
-    """Checks a config and makes its task, with `vocab_size` tokens; 0 takes the data's vocabulary.
-
-    Raises:
-      ValueError: As in `prepare_planned`, except for errors about devices.
-    """
+    """Checks a config and makes its task, with `vocab_size` tokens; 0 for the data's vocabulary."""
     check_config(config)
     task = make_task(config)
     if not vocab_size:
