@@ -1,4 +1,4 @@
-"""A fully sharded training step in the style of the notebook of `docs/guides.md`.
+"""A fully sharded training step in the style of the notebook of `docs/notebook.md`.
 
 Each module is wrapped by hand in `shard_module_params`. It gathers its parameters in each call, so
 in every minibatch again. Gathered parameters are kept for the backward pass. Every metric has a

@@ -4,7 +4,8 @@
     python -m benchmarks.pictures one_h200       # one of them
 
 The JSON files are those that benchmarks write with `--json`. A picture shows a table of its file,
-in the table's own words and figures.
+in the table's own words and figures. `one_step.json` is the ledger that `manualpar inspect` wrote,
+without its lists of collectives.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.results import Table
 from manualpar.system.reports.pictures import (
@@ -26,6 +27,7 @@ from manualpar.system.reports.pictures import (
     draw_bars,
     new_figure,
 )
+from manualpar.system.reports.tables import describe_bytes
 from manualpar.system.storage.untrusted import read_file, write_file
 
 FOLDER = Path(__file__).parent.parent / "docs" / "measured"
@@ -55,9 +57,36 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read_results(name: str) -> list[Table]:
-    """Reads the tables of a file in `docs/measured`."""
+    """Reads the tables of a file in `docs/measured`; a ledger is one table."""
     whole = json.loads(read_file(FOLDER / f"{name}.json"))
+    if "tables" not in whole:
+        return [_ledger_table(whole)]
     return [Table(**table) for table in whole["tables"]]
+
+
+def _ledger_table(ledger: dict[str, Any]) -> Table:
+    """Makes a table of a ledger: bytes of each reading of the step, in total and by their kind."""
+    sent, held, compiled = ledger["bytes"], ledger["memory"], ledger["compiled"]
+    purposes, sizes = sent["by_purpose"], {k: v for k, v in held.items() if k in MEMORY_COLORS}
+    by_kind = {
+        "gathered": purposes["gather_params"] + purposes["regather_params"],
+        "gradients": purposes["scatter_gradients"],
+    }
+    rows: list[tuple[str, int, dict[str, int]]] = [
+        ("sent: closed form", ledger["predicted_bytes"]["total"], {}),
+        ("sent: step as written", sent["total"], by_kind),
+        ("sent: step as compiled", compiled["bytes"], {}),
+        ("held: step as written", held["peak"], sizes),
+        ("held: step as compiled", compiled["peak"], {}),
+    ]
+    cells = [
+        [name, str(total), *(str(parts.get(x, 0)) for x in MEMORY_COLORS)]
+        for name, total, parts in rows
+    ]
+    devices, elements = ledger["devices"], ledger["parts"]["trained"]["elements"]
+    model = f"FSDP, {elements / 1e6:.0f}M parameters on {devices} devices"
+    title = f"{model}: what each sends and holds in a step"
+    return Table(title, ["reading", "total", *MEMORY_COLORS], cells)
 
 
 def make_picture(name: str) -> Picture:
@@ -186,11 +215,31 @@ def memory_and_collectives(tables: list[Table]) -> Picture:
     return Picture("A device's memory in a step, under each strategy", bars, colors)
 
 
+def one_step(tables: list[Table]) -> Picture:
+    """Bytes that a device sends and holds in a step: by formula, as written and as compiled."""
+    (table,) = tables
+    words = {"parameters": "weights", "gathered": "gathered weights"}
+    bars: list[Bar] = []
+    for row in table.rows:
+        if row[0].startswith("held") and not any(bar.name == "" for bar in bars):
+            bars.append(Bar("", [], ""))
+        by_kind = dict(zip(table.columns[2:], map(number, row[2:]), strict=True))
+        kinds = [(size, MEMORY_COLORS[kind]) for kind, size in by_kind.items() if size]
+        text = describe_bytes(number(row[1]))
+        bars.append(Bar(row[0], kinds or [(number(row[1]), OTHER)], text))
+    colors = {words.get(kind, kind): color for kind, color in MEMORY_COLORS.items()}
+    del colors["batch"]  # Too small to be seen.
+    return Picture(table.title, bars, colors)
+
+
 # The files of a picture that is drawn from several.
 SOURCES = {"step_time": ("step_time", "step_time_lm")}
 PICTURES: dict[str, Callable[[list[Table]], Picture]] = {
     drawn.__name__: drawn
-    for drawn in (one_h200, compiled_gpus, compiled_tpus, step_time, memory_and_collectives)
+    for drawn in (
+        *(one_h200, compiled_gpus, compiled_tpus, step_time, memory_and_collectives),
+        one_step,
+    )
 }
 
 

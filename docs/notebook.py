@@ -3,8 +3,8 @@
     python -m docs.notebook docs/fsdp.md --to=fsdp.ipynb
 
 Each block of `python` becomes a code cell, and the text between two blocks becomes a text cell. The
-first code cell installs manualpar if it is missing. The notebook does not contain the output that
-the page shows, because its code prints the output again.
+first code cell installs manualpar from the repository's address if it is missing. The notebook does
+not contain the output that the page shows, because its code prints the output again.
 """
 
 import argparse
@@ -37,8 +37,13 @@ _INSTALL = """\
 import importlib.util
 
 if importlib.util.find_spec("manualpar") is None:
-    %pip install --quiet {packages}
+    {install}
 """
+# Without an address: no package index has manualpar, and a stranger could register the name there.
+_REFUSE = """\
+raise ModuleNotFoundError(
+        "manualpar is missing, and no package index has it: run pip install -e . in a checkout."
+    )"""
 _WORK = """
 # The code below writes to this folder.
 import os, tempfile
@@ -68,8 +73,8 @@ def make_notebook(text: str, name: str, repository: str = "") -> str:
     Args:
       text: The Markdown text of the page.
       name: The name of the page's file in `docs/`, without `.md`.
-      repository: The web address of the repository, to which links lead. Without it, links become
-        plain text.
+      repository: The web address of the repository, to which links lead, and from which the first
+        cell installs. Without it, links become plain text, and the cell names the checkout.
 
     Raises:
       ValueError: The page has a block of `bash` or a picture, or no block of `python`.
@@ -111,11 +116,12 @@ def _with_addresses(text: str, name: str, repository: str) -> str:
 
 def _preparation(text: str, name: str, repository: str) -> str:
     """Returns the code of the cell that makes the page's code run in a fresh environment."""
-    requirement = f"manualpar[{EXTRAS[name]}]" if name in EXTRAS else "manualpar"
-    requirement += f" @ git+{repository}" if repository else ""
-    packages = " ".join([f'"{requirement}"', *PACKAGES.get(name, "").split()])
+    extras = f"[{EXTRAS[name]}]" if name in EXTRAS else ""
+    requirement = f'"manualpar{extras} @ git+{repository}"'
+    packages = " ".join([requirement, *PACKAGES.get(name, "").split()])
+    install = f"%pip install --quiet {packages}" if repository else _REFUSE
     needs_folder = re.search(r"os\.environ\[.WORK.\]", text)
-    return (_INSTALL.format(packages=packages) + (_WORK if needs_folder else "")).strip()
+    return (_INSTALL.format(install=install) + (_WORK if needs_folder else "")).strip()
 
 
 def _text_cells(text: str) -> list[dict[str, object]]:

@@ -5,6 +5,9 @@ begins with a page of the public names. It also has a page for each folder of th
 is made from the docstrings of all modules in the folder, so no public name can be missing.
 """
 
+import functools
+import importlib
+import json
 import posixpath
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,13 @@ from mkdocs.structure.files import File, Files
 import manualpar
 from docs.notebook import make_notebook, notebook_pages
 from docs.repository import file_address, find_repository, replace_links
-from docs.site.links import link_names, names_defined
-from docs.site.public_names import public_page
+from docs.site.links import find_entry, link_names, names_defined
+from docs.site.public_names import (
+    listed_names,
+    names_table,
+    public_members,
+    public_page,
+)
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "manualpar"
@@ -79,6 +87,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"{path}{anchor}"
         return f"{file_address(config['repo_url'], target)}{anchor}" if config["repo_url"] else ""
 
+    page.meta.update(_search_settings(page.file.src_uri))
     text = replace_links(markdown, find_target)
     notebook = f"notebooks/{page.file.src_uri.removesuffix('.md')}.ipynb"
     if notebook in files.src_uris:
@@ -93,6 +102,45 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     return link_names(html, names_defined(page.markdown))
 
 
+def on_post_build(config: Any) -> None:
+    """Adds the keywords of `mkdocs.yml` to the sections in the index of the search.
+
+    Raises:
+      ValueError: The site has no section of a keyword's address.
+    """
+    path = Path(config["site_dir"], "search", "search_index.json")
+    index = json.loads(path.read_text(encoding="utf-8"))
+    sections = {section["location"]: section for section in index["docs"]}
+    for address, words in config["extra"]["keywords"].items():
+        if address not in sections:
+            raise ValueError(f"mkdocs.yml: keywords has {address}, expected a section of the site.")
+        sections[address]["tags"] = words
+    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
+
+
+def _search_settings(path: str) -> dict[str, Any]:
+    """Returns metadata for Material's search: how high a page stands in the results.
+
+    Pages come first, then the reference of public names. Folders without one are left out.
+    """
+    if path.startswith("reference/") and path not in (PUBLIC_NAMES, "reference/manualpar.md"):
+        is_public = path in {_rooms()[room] for room in _public_rooms()}
+        return {"search": {"boost": 0.1} if is_public else {"exclude": True}}
+    return {"search": {"boost": 0.1}} if path == PROJECT_PAGES["CHANGELOG.md"] else {}
+
+
+@functools.cache
+def _public_rooms() -> set[str]:
+    """Returns the folders of the package in which a public name is defined."""
+    rooms, found = _rooms(), set()
+    for name in (name for _, names in listed_names() for name in names):
+        entry = find_entry(name) or ""
+        while entry and entry not in rooms:
+            entry = entry.rpartition(".")[0]
+        found.add(entry)
+    return found
+
+
 def _rooms() -> dict[str, str]:
     """Returns the path of the reference page of each folder of the package, by the dotted name."""
     folders = sorted(path.parent.relative_to(ROOT) for path in PACKAGE.rglob("__init__.py"))
@@ -104,5 +152,9 @@ def _reference(name: str, room: Path) -> str:
     """Returns the Markdown of a reference page: the folder's docstring, then all of its modules."""
     modules = sorted(path.stem for path in room.glob("*.py") if not path.stem.startswith("_"))
     lines = [f"::: {name}\n    options: {{heading_level: 1, members: false}}\n"]
+    if members := [f"{name}.{member}" for member in public_members(importlib.import_module(name))]:
+        # Where a program looks for it first, although it is imported from `manualpar.training`.
+        members += ["manualpar.training.fit"] if name == "manualpar" else []
+        lines += ["## Public names\n", *names_table(members), ""]
     lines += [f"::: {name}.{module}\n    options: {{heading_level: 2}}\n" for module in modules]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -185,10 +185,14 @@ def public_page() -> str:
     lines = ["# Public names", "", _BEGINNING, ""]
     for group, names in listed_names():
         lines += [f"## {group.title}", "", group.sentence, ""]
-        lines += ["| name | what it does |", "| --- | --- |"]
-        lines += [f"| `{name}` | {_summary(name)} |" for name in names]
-        lines.append("")
+        lines += [*names_table(names), ""]
     return "\n".join(lines)
+
+
+def names_table(names: Iterable[str]) -> list[str]:
+    """Returns the lines of a Markdown table with each name and its summary."""
+    rows = [f"| `{name}` | {_summary(name)} |" for name in names]
+    return ["| name | what it does |", "| --- | --- |", *rows]
 
 
 _BEGINNING = (

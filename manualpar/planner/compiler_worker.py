@@ -34,59 +34,6 @@ from manualpar.strategies import strategy_kinds
 from manualpar.system.storage.untrusted import write_file
 from manualpar.training.experiment import Experiment
 
-# -------------------------------------------------------------------------------------------------
-# Traces cuDNN's attention for GPUs that are not here.
-#
-# JAX examines the GPU and the cuDNN of this process before it traces cuDNN's kernel, and has no
-# setting for another GPU. So `tracing_for` replaces JAX's checks, whose names JAX does not
-# promise, in the calling thread as long as a trace lasts. Only the process of a compiler
-# (`manualpar.planner.compiler_worker`) does so; no training does. If a version of JAX has other
-# checks, the context refuses it.
-
-
-CUDNN_VERSION = 91_002  # 9.10.2, the first that takes a window and a mask together.
-
-
-@contextlib.contextmanager
-def tracing_for(device: Device) -> Iterator[None]:
-    """Traces attention for a device that this process need not have.
-
-    JAX's questions about the GPU and about cuDNN are answered for `device` and `CUDNN_VERSION`. Use
-    it around the traces of programs for a planned mesh. JAX caches traces, so a function that was
-    traced outside is not traced again.
-
-    Raises:
-      RuntimeError: This version of JAX asks other questions.
-    """
-    attend: Any = inspect.unwrap(jax.nn.dot_product_attention)
-    kernel: Any = attend.__globals__.get("cudnn_dot_product_attention")
-    module = sys.modules[inspect.unwrap(kernel).__module__] if kernel else None
-    answers: dict[str, Callable[..., Any]] = {
-        "check_cudnn_version": lambda: CUDNN_VERSION,
-        "check_compute_capability": lambda least: _numbers(device) >= _version(least),
-        "is_cuda_compute_capability_equal": lambda one: _numbers(device) == _version(one),
-    }
-    if missing := [name for name in sorted(answers) if not hasattr(module, name)]:
-        raise RuntimeError(
-            f"tracing_for: JAX {jax.__version__} has no {', '.join(missing)}, expected the checks "
-            "of jax.nn.dot_product_attention that JAX 0.10 has."
-        )
-    checks = [(module, name) for name in answers]
-    with replaced_in_thread(checks, lambda name, _: answers[name]), planned_device(device):
-        yield
-
-
-def _numbers(device: Device) -> tuple[int, ...]:
-    return _version(device.compute_capability) if device.major else (0,)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))
-
-
-# -------------------------------------------------------------------------------------------------
-
-
 REQUEST, RESULT, PROGRAM = "request.json", "result.json", "program.txt"
 # libtpu writes the text of the compiled program to files in this folder. They are read if the XLA
 # in jaxlib is older than the XLA in libtpu and does not understand the program.
@@ -220,3 +167,53 @@ def _tuples(value: Any) -> Any:
 
 if __name__ == "__main__":
     sys.exit(main(Path(sys.argv[1])))
+
+
+# -------------------------------------------------------------------------------------------------
+# Traces cuDNN's attention for GPUs that are not here.
+#
+# JAX examines the GPU and the cuDNN of this process before it traces cuDNN's kernel, and has no
+# setting for another GPU. So `tracing_for` replaces JAX's checks, whose names JAX does not
+# promise, in the calling thread as long as a trace lasts. Only the process of a compiler
+# (`manualpar.planner.compiler_worker`) does so; no training does. If a version of JAX has other
+# checks, the context refuses it.
+
+
+CUDNN_VERSION = 91_002  # 9.10.2, the first that takes a window and a mask together.
+
+
+@contextlib.contextmanager
+def tracing_for(device: Device) -> Iterator[None]:
+    """Traces attention for a device that this process need not have.
+
+    JAX's questions about the GPU and about cuDNN are answered for `device` and `CUDNN_VERSION`. Use
+    it around the traces of programs for a planned mesh. JAX caches traces, so a function that was
+    traced outside is not traced again.
+
+    Raises:
+      RuntimeError: This version of JAX asks other questions.
+    """
+    attend: Any = inspect.unwrap(jax.nn.dot_product_attention)
+    kernel: Any = attend.__globals__.get("cudnn_dot_product_attention")
+    module = sys.modules[inspect.unwrap(kernel).__module__] if kernel else None
+    answers: dict[str, Callable[..., Any]] = {
+        "check_cudnn_version": lambda: CUDNN_VERSION,
+        "check_compute_capability": lambda least: _numbers(device) >= _version(least),
+        "is_cuda_compute_capability_equal": lambda one: _numbers(device) == _version(one),
+    }
+    if missing := [name for name in sorted(answers) if not hasattr(module, name)]:
+        raise RuntimeError(
+            f"tracing_for: JAX {jax.__version__} has no {', '.join(missing)}, expected the checks "
+            "of jax.nn.dot_product_attention that JAX 0.10 has."
+        )
+    checks = [(module, name) for name in answers]
+    with replaced_in_thread(checks, lambda name, _: answers[name]), planned_device(device):
+        yield
+
+
+def _numbers(device: Device) -> tuple[int, ...]:
+    return _version(device.compute_capability) if device.major else (0,)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))

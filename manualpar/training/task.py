@@ -42,39 +42,6 @@ from manualpar.models.generation.drawing import sample_tokens
 from manualpar.models.transformer import flops_per_token
 from manualpar.training.config import OWN, complete_config, is_own
 
-# -------------------------------------------------------------------------------------------------
-# Imports a function of a user that a config names, as `module:function`.
-
-
-def find_function(name: str) -> Callable[..., Any]:
-    """Imports the function `module:function` of `config.model.name`.
-
-    The current folder is searched too, but last.
-    """
-    module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0]:
-            raise
-        raise ValueError(
-            f"config.model.name is {name!r}, and there is no module {error.name!r} beside the "
-            f"config, in {os.getcwd()} or in Python's path; run the command in its folder."
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(
-            f"config.model.name is {name!r}, and {module.__file__} has no function "
-            f"{function_name!r}, expected one that takes the config and returns a Task."
-        )
-    return function
-
-
-# -------------------------------------------------------------------------------------------------
-
-
 # For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6
 # The fields of `config.model` that `fine_tuned` uses. The model takes the others as arguments.
@@ -319,3 +286,33 @@ def _numbers_by_glob(field: str, targets: Iterable[str], expected: str) -> dict[
             raise ValueError(f"config.model.{field} has {target!r}{again}, expected {expected}.")
         found[glob] = int(number)
     return found
+
+
+# -------------------------------------------------------------------------------------------------
+# Imports a function of a user that a config names, as `module:function`.
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """Imports the function `module:function` of `config.model.name`.
+
+    The current folder is searched too, but last.
+    """
+    module_name, _, function_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0]:
+            raise
+        raise ValueError(
+            f"config.model.name is {name!r}, and there is no module {error.name!r} beside the "
+            f"config, in {os.getcwd()} or in Python's path; run the command in its folder."
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(
+            f"config.model.name is {name!r}, and {module.__file__} has no function "
+            f"{function_name!r}, expected one that takes the config and returns a Task."
+        )
+    return function

@@ -51,7 +51,7 @@ def test_a_notebook_has_the_text_and_the_code_of_its_page():
     cells = notebook.cells
     kinds = ["markdown", "code", "code", "markdown", "code", "markdown"]
     assert [cell.cell_type for cell in cells] == kinds
-    assert '%pip install --quiet "manualpar"' in cells[1].source
+    assert "pip install -e . in a checkout" in cells[1].source
     assert [cells[2].source, cells[4].source] == ["x = 1", "print([str][0](x))"]
     plain = "See another, above, code and [a site](https://example.org)."
     assert cells[0].source == f"# A page\n\n\n{plain}"
@@ -71,6 +71,18 @@ def test_the_links_of_a_notebook_lead_to_the_repository(quote):
     assert "[a site](https://example.org)" in cells[0].source
     assert f'%pip install --quiet "manualpar[train] @ git+{REPOSITORY}"' in cells[1].source
     assert 'os.environ.setdefault("WORK", ' in cells[1].source
+
+
+@pytest.mark.parametrize("repository", ["", REPOSITORY])
+def test_a_notebook_installs_from_the_address_alone(repository):
+    """Nobody owns the name on a package index, so anybody could put code there."""
+    nbformat = pytest.importorskip("nbformat", reason="pip install -e '.[interop]'")
+    cells = nbformat.reads(make_notebook(PAGE, "attention", repository), as_version=4).cells
+    installs = re.findall(r"%pip .*", cells[1].source)
+    assert installs == (
+        [f'%pip install --quiet "manualpar[train] @ git+{REPOSITORY}"'] * bool(repository)
+    )
+    compile(re.sub(r"%pip .*", "pass", cells[1].source), "cell", "exec")
 
 
 @pytest.mark.parametrize("name", notebook_pages())

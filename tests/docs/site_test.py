@@ -2,6 +2,7 @@
 
 import html
 import importlib
+import json
 import os
 import pkgutil
 import re
@@ -25,8 +26,12 @@ def test_every_page_is_in_the_navigation():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     pages = re.findall(r"[\w/]+\.md", str(nav))
     assert len(pages) == len(set(pages))
+    assert [len(entry["Start here"]) for entry in nav if "Start here" in entry] == [5]
     own = {page.name for page in (ROOT / "docs").glob("*.md")}
     assert own == {page for page in pages if "/" not in page} - {"index.md"}
+    # The README has five pages, and this page has all, for readers of the repository.
+    listed = re.findall(r"\]\((\w+\.md)", (ROOT / "docs" / "pages.md").read_text(encoding="utf-8"))
+    assert own - set(listed) == {"pages.md"}
 
 
 @pytest.mark.slow
@@ -57,6 +62,7 @@ def test_the_site_is_built_and_describes_every_public_name(tmp_path: Path):
     assert missing == []
     _check_the_header(tmp_path)
     _check_the_links_of_names(tmp_path)
+    _check_the_search(tmp_path)
     assert {page.stem for page in (tmp_path / "notebooks").glob("*")} == set(notebook_pages())
 
 
@@ -71,6 +77,50 @@ def _check_the_header(site: Path) -> None:
     # Nothing is fetched from elsewhere when a page is shown.
     assert re.findall(r'(?:src|href)="https?://[^"]*\.(?:css|js|woff2?)"', home) == []
     assert 'data-md-component="source"' not in home
+
+
+# What people type, and a page that must be among those with the word in a title or as a keyword.
+SEARCHES = {
+    "OOM": "questions",
+    "W&B": "questions",
+    "wandb": "own_run",
+    "dataset": "data",
+    "DataLoader": "own_run",
+    "loss mask": "your_own_model",
+    "checkpoint": "resume_elsewhere",
+    "gradient clipping": "questions",
+    "mixed precision": "questions",
+    "Slurm": "clusters",
+    "multi-host": "clusters",
+    "Muon": "running",
+    "fp8": "families",
+    "fsdp": "reference/manualpar",
+    "fit": "reference/manualpar",
+    "Program": "reference/manualpar",
+}
+
+
+def _check_the_search(site: Path) -> None:
+    """Words that people type find their page, and internal modules come last or not at all."""
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    for word, page in SEARCHES.items():
+        found = {
+            section["location"].partition(".html")[0]
+            for section in index
+            if word.lower() in f"{section['title']} {section.get('tags', '')}".lower()
+        }
+        assert page in found, word
+    internal = {
+        section["location"]
+        for section in index
+        if section["location"].startswith("reference/") and section.get("boost", 1) >= 1
+    }
+    pages = {location.partition("#")[0] for location in internal}
+    assert pages == {"reference/index.html", "reference/manualpar.html"}
+    assert not any("manualpar.core.tracing" in section["location"] for section in index)
+    entry = (site / "reference" / "manualpar.html").read_text(encoding="utf-8")
+    for name in ("manualpar.fsdp", "manualpar.Program", "manualpar.training.fit"):
+        assert f"<code>{name}</code>" in entry
 
 
 def _check_the_links_of_names(site: Path) -> None:

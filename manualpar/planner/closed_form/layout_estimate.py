@@ -65,6 +65,128 @@ from manualpar.strategies.shared_options import PARAMETER_SHARDING
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import CONTEXT_AXIS, STAGE_AXIS
 
+
+class LayoutEstimator:
+    """Estimates steps of a model on layouts of the same devices.
+
+    Args:
+      model: The model on one device, computed in bfloat16 and stored in float32.
+      topology: The devices.
+      examples: Examples of a step on all devices.
+      positions: Positions of each example.
+      even: Whether all stages must have equally many layers. If not, each stage counts as the
+        stage with the most layers.
+      min_weight_size: The size from which parameters are sharded, see `ParameterShardingOptions`.
+      overlap: The compiler options, see `manualpar.core.mesh.compiler_options`.
+
+    Raises:
+      ValueError: There is no closed form for the model.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        topology: Topology,
+        *,
+        examples: int,
+        positions: int,
+        even: bool = True,
+        min_weight_size: int = PARAMETER_SHARDING["min_weight_size"].default,
+        overlap: Overlap = "auto",
+    ) -> None:
+        check_closed_form(model)
+        self.model, self.topology, self.even = model, topology, even
+        self.examples, self.positions = examples, positions
+        self._min_weight_size, self._overlap = min_weight_size, overlap
+        self._throughput = Throughput(
+            examples_per_step=examples,
+            tokens_per_example=positions,
+            flops_per_example=flops_per_token(model, positions) * positions,
+        )
+        self._rings: dict[str, Rings] = {}
+        # A cache, because layouts that differ only in minibatches, chunks, `keep` and remat have
+        # the same model and the same collectives of parameters.
+        self._on_mesh = functools.cache(self._uncached_on_mesh)
+
+    def estimate(self, layout: Layout, *, brief: bool = False) -> StepEstimate:
+        """Estimates a step; with `brief`, without collectives, assumptions and notes."""
+        rings = self._rings.setdefault(layout.name, {})
+        return estimate(self.work(layout, brief=brief), self.topology, rings=rings, brief=brief)
+
+    def work(self, layout: Layout, *, brief: bool = False) -> StepWork:
+        """Returns the work of a device, as `read_work` reads it off a traced program.
+
+        If `brief` is set, `collectives` leaves out the collectives in a pipeline's ticks, which
+        `pipeline` contains in any case.
+        """
+        sizes: Any = {"examples": self.examples, "positions": self.positions}
+        if problem := find_obstacle(self.model, layout, **sizes, even=self.even):
+            raise ValueError(f"{layout.name}: {problem}.")
+        x = sizes_on_device(self.model, layout, **sizes)
+        shared = dataclasses.replace(
+            layout, num_minibatches=1, chunks=1, keep="residuals", remat=next(iter(layout.remats))
+        )
+        model, forms = self._on_mesh(shared, x.L * layout.stage)
+        ticks = _tick_parts(layout) if layout.stage > 1 else None
+        sends = LayoutCollectives(model, layout, x, forms, ticks)
+        chunk_runs = sends.chunk_runs if ticks is not None else 0
+        products = step_products(x, layout, ticks=ticks, chunk_runs=chunk_runs)
+        pipeline = None
+        if ticks is not None:
+            runs = {"forward": chunk_runs, "backward": chunk_runs}
+            computed = grouped((ticks.part_of(product.scope), product) for product in products)
+            works = {
+                part: PartWork(
+                    runs.get(part, layout.num_minibatches),
+                    tuple(of_part),
+                    tuple(computed.get(part, ())),
+                )
+                for part, of_part in sends.of_ticks().items()
+            }
+            pipeline = PipelineWork(ticks, works)
+        return StepWork(
+            name=f"{forms[0].program.strategy.name} manual",
+            mesh=layout.mesh,
+            throughput=self._throughput,
+            num_minibatches=layout.num_minibatches,
+            collectives=sends.outside_ticks() if brief else sends.of_step(),
+            products=products,
+            update_traffic=int(SINGLE * (3 + 2 * STATE) * state_elements(x, layout)),
+            memory=step_memory_of(x, layout),
+            overlap=self._overlap,
+            pipeline=pipeline,
+            source="closed form",
+        )
+
+    def _uncached_on_mesh(
+        self, layout: Layout, num_layers: int
+    ) -> tuple[Transformer, tuple[ParameterForm, ...]]:
+        """Returns the model for the layout's program, and the collectives of its parameters."""
+        model = self.model
+        if layout.stage > 1 and num_layers != model.num_layers:  # As if all stages were full.
+            model = model.clone(num_layers=num_layers)
+        params = abstract_parameters(model)
+        device = self.topology.chip.abstract_device
+        forms = parameter_forms(params, layout, device, min_weight_size=self._min_weight_size)
+        return model_on(model, layout, device), forms
+
+
+def estimate_layout(
+    model: Transformer, layout: Layout, topology: Topology, **options: Any
+) -> StepEstimate:
+    """Estimates one step; see `LayoutEstimator` for `options` and errors."""
+    return LayoutEstimator(model, topology, **options).estimate(layout)
+
+
+def _tick_parts(layout: Layout) -> TickParts:
+    return _parts_of_table(layout.stage, layout.num_minibatches, layout.chunks)
+
+
+@functools.lru_cache(maxsize=512)
+def _parts_of_table(stages: int, microbatches: int, chunks: int) -> TickParts:
+    return TickParts(make_table("1f1b", stages, microbatches, chunks))
+
+
 # -------------------------------------------------------------------------------------------------
 # The collectives of a step on a layout, in closed form.
 #
@@ -350,127 +472,3 @@ def _times(
             name = scope + "/".join(filter(None, (prefix, module, purpose)))
             times = number * x.times
             yield Collective(x.kind, x.axes, x.axis_size, x.shape, x.dtype, times, name)
-
-
-# -------------------------------------------------------------------------------------------------
-
-
-class LayoutEstimator:
-    """Estimates steps of a model on layouts of the same devices.
-
-    Args:
-      model: The model on one device, computed in bfloat16 and stored in float32.
-      topology: The devices.
-      examples: Examples of a step on all devices.
-      positions: Positions of each example.
-      even: Whether all stages must have equally many layers. If not, each stage counts as the
-        stage with the most layers.
-      min_weight_size: The size from which parameters are sharded, see `ParameterShardingOptions`.
-      overlap: The compiler options, see `manualpar.core.mesh.compiler_options`.
-
-    Raises:
-      ValueError: There is no closed form for the model.
-    """
-
-    def __init__(
-        self,
-        model: Transformer,
-        topology: Topology,
-        *,
-        examples: int,
-        positions: int,
-        even: bool = True,
-        min_weight_size: int = PARAMETER_SHARDING["min_weight_size"].default,
-        overlap: Overlap = "auto",
-    ) -> None:
-        check_closed_form(model)
-        self.model, self.topology, self.even = model, topology, even
-        self.examples, self.positions = examples, positions
-        self._min_weight_size, self._overlap = min_weight_size, overlap
-        self._throughput = Throughput(
-            examples_per_step=examples,
-            tokens_per_example=positions,
-            flops_per_example=flops_per_token(model, positions) * positions,
-        )
-        self._rings: dict[str, Rings] = {}
-        # A cache, because layouts that differ only in minibatches, chunks, `keep` and remat have
-        # the same model and the same collectives of parameters.
-        self._on_mesh = functools.cache(self._uncached_on_mesh)
-
-    def estimate(self, layout: Layout, *, brief: bool = False) -> StepEstimate:
-        """Estimates a step; with `brief`, without collectives, assumptions and notes."""
-        rings = self._rings.setdefault(layout.name, {})
-        return estimate(self.work(layout, brief=brief), self.topology, rings=rings, brief=brief)
-
-    def work(self, layout: Layout, *, brief: bool = False) -> StepWork:
-        """Returns the work of a device, as `read_work` reads it off a traced program.
-
-        If `brief` is set, `collectives` leaves out the collectives in a pipeline's ticks, which
-        `pipeline` contains in any case.
-        """
-        sizes: Any = {"examples": self.examples, "positions": self.positions}
-        if problem := find_obstacle(self.model, layout, **sizes, even=self.even):
-            raise ValueError(f"{layout.name}: {problem}.")
-        x = sizes_on_device(self.model, layout, **sizes)
-        shared = dataclasses.replace(
-            layout, num_minibatches=1, chunks=1, keep="residuals", remat=next(iter(layout.remats))
-        )
-        model, forms = self._on_mesh(shared, x.L * layout.stage)
-        ticks = _tick_parts(layout) if layout.stage > 1 else None
-        sends = LayoutCollectives(model, layout, x, forms, ticks)
-        chunk_runs = sends.chunk_runs if ticks is not None else 0
-        products = step_products(x, layout, ticks=ticks, chunk_runs=chunk_runs)
-        pipeline = None
-        if ticks is not None:
-            runs = {"forward": chunk_runs, "backward": chunk_runs}
-            computed = grouped((ticks.part_of(product.scope), product) for product in products)
-            works = {
-                part: PartWork(
-                    runs.get(part, layout.num_minibatches),
-                    tuple(of_part),
-                    tuple(computed.get(part, ())),
-                )
-                for part, of_part in sends.of_ticks().items()
-            }
-            pipeline = PipelineWork(ticks, works)
-        return StepWork(
-            name=f"{forms[0].program.strategy.name} manual",
-            mesh=layout.mesh,
-            throughput=self._throughput,
-            num_minibatches=layout.num_minibatches,
-            collectives=sends.outside_ticks() if brief else sends.of_step(),
-            products=products,
-            update_traffic=int(SINGLE * (3 + 2 * STATE) * state_elements(x, layout)),
-            memory=step_memory_of(x, layout),
-            overlap=self._overlap,
-            pipeline=pipeline,
-            source="closed form",
-        )
-
-    def _uncached_on_mesh(
-        self, layout: Layout, num_layers: int
-    ) -> tuple[Transformer, tuple[ParameterForm, ...]]:
-        """Returns the model for the layout's program, and the collectives of its parameters."""
-        model = self.model
-        if layout.stage > 1 and num_layers != model.num_layers:  # As if all stages were full.
-            model = model.clone(num_layers=num_layers)
-        params = abstract_parameters(model)
-        device = self.topology.chip.abstract_device
-        forms = parameter_forms(params, layout, device, min_weight_size=self._min_weight_size)
-        return model_on(model, layout, device), forms
-
-
-def estimate_layout(
-    model: Transformer, layout: Layout, topology: Topology, **options: Any
-) -> StepEstimate:
-    """Estimates one step; see `LayoutEstimator` for `options` and errors."""
-    return LayoutEstimator(model, topology, **options).estimate(layout)
-
-
-def _tick_parts(layout: Layout) -> TickParts:
-    return _parts_of_table(layout.stage, layout.num_minibatches, layout.chunks)
-
-
-@functools.lru_cache(maxsize=512)
-def _parts_of_table(stages: int, microbatches: int, chunks: int) -> TickParts:
-    return TickParts(make_table("1f1b", stages, microbatches, chunks))

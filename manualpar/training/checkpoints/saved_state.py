@@ -39,130 +39,6 @@ from manualpar.system.cluster.failure_detector import causes
 from manualpar.system.storage import AnyPath, BucketError, BucketPath
 from manualpar.system.storage.untrusted import NotAFileError, parse_object, read_file, read_object
 
-# -------------------------------------------------------------------------------------------------
-# Turns an error of saving or restoring into a sentence with the reason and the remedy.
-#
-# Orbax and tensorstore raise many types of errors: an `OSError`, a `ValueError` with the text of a
-# C++ status, a bare `Exception`. This package turns them all into `CheckpointError`, except errors
-# about wrong arguments.
-
-
-MEANINGS: dict[int, str] = {
-    errno.ENOSPC: "the disk is full: make room there, or choose another workdir",
-    errno.EDQUOT: "the disk quota is used up: make room there, or choose another workdir",
-    errno.EROFS: "the file system is read-only: choose a workdir that can be written to",
-    errno.EACCES: "permission denied: choose a workdir that you may write to, or change its mode",
-    errno.EPERM: "permission denied: choose a workdir that you may write to, or change its mode",
-    errno.EFBIG: "a file is larger than allowed: raise the limit (`ulimit -f`), or choose another "
-    "file system",
-    errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`)",
-    errno.ENOTDIR: "a part of the path is a file, not a folder: choose another workdir",
-    errno.EIO: "the disk reports an input/output error: it may be failing; choose another one",
-}
-
-
-class CheckpointError(Exception):
-    """A checkpoint could not be written or read; the message gives the reason and the remedy."""
-
-
-def explain_failure(error: BaseException) -> str:
-    """Explains an error of the operating system; for another error, gives type and first line.
-
-    The function searches the causes of the error and their texts too, because tensorstore names an
-    error of the operating system only in a text.
-    """
-    for cause in causes(error):
-        if isinstance(cause, BucketError):
-            return str(cause)
-        number = getattr(cause, "errno", None)
-        if number in MEANINGS:
-            return MEANINGS[number]
-        for number, meaning in MEANINGS.items():
-            if os.strerror(number) in str(cause):
-                return meaning
-    first_line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first_line.rstrip('.')}"
-
-
-def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
-    """Makes the error to raise for a checkpoint that was not saved."""
-    if any(isinstance(cause, TimeoutError) for cause in causes(error)):
-        return CheckpointError(
-            f"checkpoint {path} was not saved: it was not written in time; check that all "
-            "processes can write there, or raise the limit for a slow disk: seconds= of "
-            "Checkpoints, which in a run follows from config.watch.stall_seconds."
-        )
-    return CheckpointError(f"checkpoint {path} was not saved: {explain_failure(error)}.")
-
-
-# -------------------------------------------------------------------------------------------------
-# Keeps Orbax's messages off the screen.
-#
-# Orbax logs every phase of a save. When one write fails, asyncio also reports hundreds of other
-# writes that no code awaits. A single `CheckpointError` tells the user all that is needed. To see
-# Orbax's messages, set absl's verbosity to DEBUG (`absl.logging.set_verbosity(1)`).
-
-
-# Held while the hook is replaced: the contexts of several threads may overlap in any order.
-_HOOKING = threading.Lock()
-
-
-def mute() -> contextlib.ExitStack:
-    """Drops the messages of all of Orbax's threads until the returned context is closed.
-
-    Keep the context open while Orbax may be working: its threads go on after its functions return.
-    Python may report the errors of a failed call as late as the end of the process.
-    """
-
-    def let_through(record: logging.LogRecord) -> bool:
-        by_orbax = "/orbax/checkpoint/" in record.pathname.replace("\\", "/")
-        about_orbax = record.name == "asyncio" and "orbax" in record.getMessage()
-        return _is_verbose() or not (by_orbax or about_orbax)
-
-    hook = _Hook()
-
-    def unhook() -> None:
-        hook.has_ended = True
-        with _HOOKING:
-            # If other code has replaced the hook since, its hook stays. If another context has, it
-            # removes this hook too when it ends.
-            while isinstance(last := sys.unraisablehook, _Hook) and last.has_ended:
-                sys.unraisablehook = last.before
-
-    muted = contextlib.ExitStack()
-    for logger in (logging.getLogger(name) for name in ("absl", "asyncio")):
-        # Each call makes a new function, so that each context removes only its own filter.
-        logger.addFilter(let_through)
-        muted.callback(logger.removeFilter, let_through)
-    with _HOOKING:
-        hook.before, sys.unraisablehook = sys.unraisablehook, hook
-    muted.callback(unhook)
-    return muted
-
-
-class _Hook:
-    """A `sys.unraisablehook` that drops the errors of Orbax's threads."""
-
-    before: Callable[[Any], Any]
-    has_ended = False
-
-    def __call__(self, unraisable: Any) -> None:
-        """Passes other errors to the hook before this one."""
-        is_late = str(unraisable.exc_value) == "Event loop is closed"
-        # The coroutine of another read or write that was in progress when the first one failed.
-        code = getattr(getattr(unraisable, "object", None), "cr_code", None)
-        by_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
-        if self.has_ended or _is_verbose() or not (is_late or by_orbax):
-            self.before(unraisable)
-
-
-def _is_verbose() -> bool:
-    return absl_logging.get_verbosity() >= absl_logging.DEBUG
-
-
-# -------------------------------------------------------------------------------------------------
-
-
 # The largest chunk of a stored array. A read always reads complete chunks. Chunks of this size are
 # so small that a device of another mesh reads little more than its shard, and large enough to be
 # read fast.
@@ -469,3 +345,124 @@ def _take_off(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
     run = functools.partial(unpad_leaf, padding=padding)
     unpadded: jax.Array = with_auto_axes(run, mesh=mesh, out_specs=PartitionSpec())(x)
     return unpadded
+
+
+# -------------------------------------------------------------------------------------------------
+# Turns an error of saving or restoring into a sentence with the reason and the remedy.
+#
+# Orbax and tensorstore raise many types of errors: an `OSError`, a `ValueError` with the text of a
+# C++ status, a bare `Exception`. This package turns them all into `CheckpointError`, except errors
+# about wrong arguments.
+
+
+MEANINGS: dict[int, str] = {
+    errno.ENOSPC: "the disk is full: make room there, or choose another workdir",
+    errno.EDQUOT: "the disk quota is used up: make room there, or choose another workdir",
+    errno.EROFS: "the file system is read-only: choose a workdir that can be written to",
+    errno.EACCES: "permission denied: choose a workdir that you may write to, or change its mode",
+    errno.EPERM: "permission denied: choose a workdir that you may write to, or change its mode",
+    errno.EFBIG: "a file is larger than allowed: raise the limit (`ulimit -f`), or choose another "
+    "file system",
+    errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`)",
+    errno.ENOTDIR: "a part of the path is a file, not a folder: choose another workdir",
+    errno.EIO: "the disk reports an input/output error: it may be failing; choose another one",
+}
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read; the message gives the reason and the remedy."""
+
+
+def explain_failure(error: BaseException) -> str:
+    """Explains an error of the operating system; for another error, gives type and first line.
+
+    The function searches the causes of the error and their texts too, because tensorstore names an
+    error of the operating system only in a text.
+    """
+    for cause in causes(error):
+        if isinstance(cause, BucketError):
+            return str(cause)
+        number = getattr(cause, "errno", None)
+        if number in MEANINGS:
+            return MEANINGS[number]
+        for number, meaning in MEANINGS.items():
+            if os.strerror(number) in str(cause):
+                return meaning
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line.rstrip('.')}"
+
+
+def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
+    """Makes the error to raise for a checkpoint that was not saved."""
+    if any(isinstance(cause, TimeoutError) for cause in causes(error)):
+        return CheckpointError(
+            f"checkpoint {path} was not saved: it was not written in time; check that all "
+            "processes can write there, or raise the limit for a slow disk: seconds= of "
+            "Checkpoints, which in a run follows from config.watch.stall_seconds."
+        )
+    return CheckpointError(f"checkpoint {path} was not saved: {explain_failure(error)}.")
+
+
+# -------------------------------------------------------------------------------------------------
+# Keeps Orbax's messages off the screen.
+#
+# Orbax logs every phase of a save. When one write fails, asyncio also reports hundreds of other
+# writes that no code awaits. A single `CheckpointError` tells the user all that is needed. To see
+# Orbax's messages, set absl's verbosity to DEBUG (`absl.logging.set_verbosity(1)`).
+
+
+# Held while the hook is replaced: the contexts of several threads may overlap in any order.
+_HOOKING = threading.Lock()
+
+
+def mute() -> contextlib.ExitStack:
+    """Drops the messages of all of Orbax's threads until the returned context is closed.
+
+    Keep the context open while Orbax may be working: its threads go on after its functions return.
+    Python may report the errors of a failed call as late as the end of the process.
+    """
+
+    def let_through(record: logging.LogRecord) -> bool:
+        by_orbax = "/orbax/checkpoint/" in record.pathname.replace("\\", "/")
+        about_orbax = record.name == "asyncio" and "orbax" in record.getMessage()
+        return _is_verbose() or not (by_orbax or about_orbax)
+
+    hook = _Hook()
+
+    def unhook() -> None:
+        hook.has_ended = True
+        with _HOOKING:
+            # If other code has replaced the hook since, its hook stays. If another context has, it
+            # removes this hook too when it ends.
+            while isinstance(last := sys.unraisablehook, _Hook) and last.has_ended:
+                sys.unraisablehook = last.before
+
+    muted = contextlib.ExitStack()
+    for logger in (logging.getLogger(name) for name in ("absl", "asyncio")):
+        # Each call makes a new function, so that each context removes only its own filter.
+        logger.addFilter(let_through)
+        muted.callback(logger.removeFilter, let_through)
+    with _HOOKING:
+        hook.before, sys.unraisablehook = sys.unraisablehook, hook
+    muted.callback(unhook)
+    return muted
+
+
+class _Hook:
+    """A `sys.unraisablehook` that drops the errors of Orbax's threads."""
+
+    before: Callable[[Any], Any]
+    has_ended = False
+
+    def __call__(self, unraisable: Any) -> None:
+        """Passes other errors to the hook before this one."""
+        is_late = str(unraisable.exc_value) == "Event loop is closed"
+        # The coroutine of another read or write that was in progress when the first one failed.
+        code = getattr(getattr(unraisable, "object", None), "cr_code", None)
+        by_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
+        if self.has_ended or _is_verbose() or not (is_late or by_orbax):
+            self.before(unraisable)
+
+
+def _is_verbose() -> bool:
+    return absl_logging.get_verbosity() >= absl_logging.DEBUG
