@@ -55,7 +55,7 @@ def build_program(
         types = (jax.sharding.AxisType.Explicit,) * len(axes)
         mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
     options |= {"mesh": mesh, "batch": batch}
-    arguments = model, tx, make_loss(row, is_plain=False)
+    arguments = model, tx, make_loss(row)
     if strategy != "diloco":
         return BUILDERS[strategy](*arguments, **options)
     own: dict[str, Any] = {k: v for k, v in row["diloco"].items() if k != "outer"}

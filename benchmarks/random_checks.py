@@ -8,11 +8,14 @@ give the same bits. `random_dropout` decides whether one device can draw the sam
 cannot, gradients are not compared.
 """
 
+import concurrent.futures
 import dataclasses
 import fnmatch
 import functools
+import importlib.util
 import json
 import math
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,8 +34,8 @@ from benchmarks.random_dropout import (
 )
 from benchmarks.random_optimizers import OneDevice, recording
 from benchmarks.random_reference import Answer, Reference, flatten, unflatten
-from benchmarks.random_tasks import make_batches, make_model
-from benchmarks.random_trips import travel
+from benchmarks.random_tasks import LEARNED, make_batches, make_model
+from benchmarks.random_trips import SHARED, come_back, travel
 from manualpar import Batch
 
 STEPS = 2
@@ -48,7 +51,8 @@ class Shared:
     def of(self, row: Mapping[str, Any], name: str, parts: Any, make: Callable[[], Any]) -> Any:
         """Returns the cached value for `name` and `parts`, or makes it with `make`."""
         names = ("model", "data_seed", "fields", "loss", "loss_extras", "batch", "tx")
-        key = json.dumps([row.get(name) for name in names])
+        own_names = ("form", "rules", "has_metrics")
+        key = json.dumps([row.get(name) for name in (*names, *own_names)])
         if key != self.key:
             self.key, self.made = key, {}
         own = name + json.dumps(parts)
@@ -59,6 +63,8 @@ class Shared:
 
 def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
     """Runs and checks a program; returns its outcome, such as "wrong", and an explanation."""
+    if "rules" in row and importlib.util.find_spec("qwix") is None:
+        return "skipped", "qwix is not installed"
     try:
         check = Check(row, shared)
         check()
@@ -70,7 +76,7 @@ def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
         words = f"{kind} at {file}:{last.lineno}: {error}"[:1500]
         # As the pages say, JAX's sharding types refuse some programs, with JAX's error messages.
         is_sharding = row["mode"] == "explicit" and kind == "ShardingTypeError"
-        is_ours = "/manualpar/" in last.filename and kind in ("ValueError", "TypeError")
+        is_ours = "/manualpar/" in last.filename and isinstance(error, ValueError | TypeError)
         return "refused" if is_ours or is_sharding else "crash", words
     return "exact", "; ".join(check.notes)
 
@@ -87,12 +93,23 @@ class Check:
         self.model, self.plain = make_model(row)
         self.share = functools.partial(shared.of, row)
         self.is_manual = row["mode"] == "manual"
-        self.has_dropout = any(row["fields"].get(n) for n in ("dropout", "dropout_rate"))
-        self.has_statistics = row["fields"].get("norm") in ("batch", "synced")
+        fields = row["fields"]
+        self.has_dropout = any(fields.get(n) for n in ("dropout", "dropout_rate"))
+        self.has_dropout |= fields.get("drop") == "random"
+        self.has_statistics = fields.get("norm") in ("batch", "synced")
+        # Whether results depend on which examples a device computes together.
+        self.is_grouped = fields.get("drop") in ("data", "lax", "nnx")
+        self.has_coded_products = row.get("rules", {}).get("kind") in ("w8a8", "w8a8g8", "float8")
+        self.is_grouped |= self.has_coded_products
 
     def __call__(self) -> None:
         """Raises WrongError at the first difference; does not catch errors of the program."""
+        if "elastic" in self.row:
+            come_back(self)
+            return
         program = self.build(self.row["strategy"], self.options, self.row["mesh"])
+        if "threads" in self.row:
+            self._check_threads(program)
         if self.row["strategy"] == "diloco":
             from benchmarks.random_replicas import check_replicas
 
@@ -163,9 +180,11 @@ class Check:
         devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
         numbers = np.arange(size).reshape(devices, minibatches, -1)
         has_masks = self._has_masks(program)
-        if self.is_manual and (has_masks or self.row["fields"].get("norm") == "batch"):
+        of_device = has_masks or self.row["fields"].get("norm") == "batch" or self.is_grouped
+        meets = self.row["fields"].get("norm") == "synced" or self.row["loss"] == "coupled"
+        if self.is_manual and of_device and not meets:
             return numbers.reshape(devices * minibatches, -1), devices
-        if has_masks or self.has_statistics or self.row["loss"] == "coupled":
+        if has_masks or meets or self.has_statistics or self.is_grouped:
             return numbers.transpose(1, 0, 2).reshape(minibatches, -1), 1
         return np.arange(size)[:, None], devices
 
@@ -192,6 +211,8 @@ class Check:
             is_random=bool(options.get("stochastic_rounding")),
             is_split=bool({"context", "expert", "model", "stage"} & {*axes}) or is_coupled,
             has_statistics=self.has_statistics,
+            has_learned_counts=self.row.get("form") in LEARNED,
+            has_coded_products=self.has_coded_products,
         )
 
     # The comparisons.
@@ -238,8 +259,8 @@ class Check:
                 # Without optimizations, XLA's rounding may depend on the program's other outputs.
                 self.notes.append(f"init: {path} is {off:.2g} ulps off")
         wanted, found = flatten(made), flatten(collections)
-        sown = ("intermediates", "losses")
-        wanted = {p: x for p, x in wanted.items() if p.partition("/")[0] not in sown}
+        sown = ("intermediates", "losses", "aux", "Seen")
+        wanted = {p: x for p, x in wanted.items() if p.partition("/")[0] not in sown or p in found}
         check_same_bits("init", wanted, found)
 
     def _check_repeats(self, program: Any) -> None:
@@ -249,6 +270,39 @@ class Check:
             ends.append((flatten(program.whole(state)), jax.device_get(metrics)))
         if not all(jax.tree.leaves(jax.tree.map(np.array_equal, *ends))):
             raise WrongError("dropout: the same step from the same state gave other bits")
+
+    def _check_threads(self, program: Any) -> None:
+        """Builds and steps two programs in two threads at once; each must be as it is alone."""
+        other = self.row["threads"]
+        options = {k: v for k, v in self.options.items() if k in SHARED.split()} | other["options"]
+        if "axis_aliases" in options:
+            options["axis_aliases"] = {"batch": ["data"]}
+        if "rules" in options and "model" not in other["mesh"]:
+            options["rules"] = [["features", None], ["hidden", None]]
+        chosen = (
+            (self.row["strategy"], self.options, self.row["mesh"]),
+            (other["strategy"], options, other["mesh"]),
+        )
+
+        def train(index: int, program: Any = None) -> Any:
+            program = program or self.build(*chosen[index])
+            state = program.init(jax.random.key(7))
+            state, metrics = program.train_step(state, self.batches[0])
+            return jax.device_get((flatten(program.whole(state)), metrics))
+
+        alone = [train(0, program), train(1)]
+        both = threading.Barrier(2)
+
+        def run(index: int) -> Any:
+            both.wait()
+            return train(index)
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(run, (0, 1)))
+        for index, (expected, found) in enumerate(zip(alone, together, strict=True)):
+            same = jax.tree.map(lambda x, y: np.array_equal(x, y, equal_nan=True), expected, found)
+            if not all(jax.tree.leaves(same)):
+                raise WrongError(f"threads: program {index} of 2 has other bits than alone: {same}")
 
     def _has_met_nan(self) -> bool:
         met = self.row["nan_at"] and self.options["nonfinite"] == "report"
@@ -340,6 +394,8 @@ class Check:
                 value = x.max(0)
             elif program.num_minibatches > 1 and path.startswith("batch_stats"):
                 continue
+            elif path.endswith("calls"):  # Each minibatch is a call of the model.
+                value = old[path] + program.num_minibatches * (x - old[path])[0]
             else:
                 value = x.mean(0)
             if not np.allclose(found[path], value, rtol=rtol, atol=rtol * np.abs(value).max()):
@@ -356,6 +412,10 @@ class Check:
         units = np.arange(self.row["batch"])[:, None], 1
         if self.row["loss"] == "coupled":
             units = np.arange(self.row["batch"])[None], 1
+        elif self.is_grouped:
+            devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
+            devices = devices if self.is_manual else 1
+            units = np.arange(self.row["batch"]).reshape(devices, -1), devices
         expected = self.answer(params, collections, batch, units=units, train=False)
         allowance = self.allowance(program, adds_residuals=False)
         allowance.check_metrics("evaluation", metrics, expected.metrics)

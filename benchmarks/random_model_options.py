@@ -6,6 +6,9 @@ from typing import Any
 
 from benchmarks.random_optimizers import OPTIMIZERS
 
+# The models of programs that have a feature of `draw_found`: mostly small ones.
+FOUND_MODELS = {"mlp": 12, "nnx_mlp": 7, "text": 3, "conv": 1, "rnn": 1, "nnx_text": 1}
+FOUND_MODELS |= {"transformer": 1}
 MODELS = {"mlp": 4, "conv": 1, "text": 3, "rnn": 1, "transformer": 5, "nnx_mlp": 2, "nnx_text": 1}
 # Globs of trainable parameters for each model; the first entry matches no quantized parameter.
 TRAINABLE = {
@@ -25,9 +28,9 @@ def weighted(r: random.Random, weights: Mapping[str, int]) -> str:
     return r.choices(list(weights), list(weights.values()))[0]
 
 
-def draw_model(r: random.Random, row: Row) -> None:
+def draw_model(r: random.Random, row: Row, models: Mapping[str, int] = MODELS) -> None:
     """Adds model, data, loss, optimizer and fine-tuning to a description."""
-    kind = weighted(r, MODELS)
+    kind = weighted(r, models)
     row["model"], row["data_seed"] = kind, r.randrange(10**6)
     row["batch"], row["length"] = r.choice((8, 8, 12, 24)), 8
     row["loss"] = r.choice(("mean", "mean", "masked", "masked", "weights"))
@@ -185,3 +188,70 @@ def _draw_tuning(r: random.Random, row: Row) -> None:
         row["loss_extras"]["decay"] = 0  # The plain model on one device has other parameters.
     if "trainable" in row or "lora" in row:
         row["frozen_dtype"] = r.choice((None, None, None, "bfloat16"))
+
+
+def draw_found(r: random.Random, row: Row) -> None:
+    """Draws a model like `draw_model`, and often a form of loss, sown values, skips or rules.
+
+    `found` names what it has. If that is nothing, the program has threads or other devices.
+    """
+    draw_model(r, row, FOUND_MODELS)
+    kind, fields, extras = row["model"], row["fields"], row["loss_extras"]
+    row["tx"], row["ema"] = r.choice(("sgd", "sgd", "momentum", "adamw")), False
+    if row["loss"] != "coupled":
+        row["loss"] = r.choice(("mean", "masked", "weights", "fractions", "fractions"))
+    row["found"] = r.choice(("", "loss", "loss", "loss"))
+    if kind == "mlp" and not fields["odd"] and r.random() < 0.7:
+        fields["sown"] = r.choice(("", "tuple", "reduced", "beside"))
+        fields["drop"] = r.choice(("", "random", "data", "index"))
+        fields["branch"] = r.choice(("cond", "switch", "nested"))
+        fields["depth"] = 2
+    elif kind == "nnx_mlp" and r.random() < 0.7:
+        fields["sown"] = r.choice(("", "tuple", "reduced"))
+        # A function of JAX may not change the state of `nnx.Dropout`.
+        fields["drop"] = r.choice(("", "nnx" if fields["dropout"] else "lax", "nnx"))
+    meets = fields.get("norm") == "synced" or row["loss"] == "coupled"
+    if meets and fields.get("drop") in ("data", "lax", "nnx"):  # The reference cannot have both.
+        fields["drop"] = "index" if kind == "mlp" else ""
+    if kind in ("mlp", "text", "nnx_mlp") and not fields.get("odd") and r.random() < 0.3:
+        _draw_rules(r, row)
+    is_whole = not row.get("with_labels") and not row.get("split_logits")
+    if row["found"] == "loss":
+        _draw_form(r, row, is_whole=is_whole)
+    has = [name for name in ("sown", "drop") if fields.get(name)]
+    row["found"] = " ".join([*has, *(["rules"] if "rules" in row else [])]) or row["found"]
+    if row.get("form") in ("terms", "learned") and is_whole:
+        extras["z"], extras["rare"] = r.random() < 0.6, r.random() < 0.5
+
+
+def _draw_form(r: random.Random, row: Row, *, is_whole: bool) -> None:
+    """Draws the form of the loss, and what counts its examples."""
+    fields = row["fields"]
+    forms = ["terms", "terms", "scalar", "pair"]
+    forms += ["learned", "learned", "learned pair"] if is_whole else []
+    row["form"] = r.choice(forms)
+    row["has_metrics"] = r.random() < 0.5
+    if row["form"].startswith("learned"):
+        fields.pop("dropout", None)
+        fields.pop("dropout_rate", None)
+        fields["drop"] = "data" if fields.get("drop") == "random" else fields.get("drop", "")
+        if not fields["drop"]:
+            del fields["drop"]
+    if row["form"] == "scalar" and row["loss"] != "coupled":
+        row["loss"] = "mean"
+    if row["form"] == "pair":
+        row["loss"] = row["loss"] if row["loss"] == "coupled" else "fractions"
+    # flax's guides of NNX write `loss_fn(model, batch)`.
+    can = row["model"].startswith("nnx") and row["form"] != "pair" and not fields.get("sown")
+    row["by_model"] = can and r.random() < 0.6
+
+
+def _draw_rules(r: random.Random, row: Row) -> None:
+    """Draws rules of qwix, which quantize some products of the model."""
+    for name in ("lora", "quantized", "trainable", "frozen_dtype"):
+        row.pop(name, None)
+    kinds = ("weights int8", "weights float8", "w8a8", "w8a8g8", "float8")
+    if row.get("plan"):  # Of a kernel whose rows are split each device has its own scale.
+        row["rules"] = {"kind": r.choice(kinds[:2]), "modules": ".*up"}
+    else:
+        row["rules"] = {"kind": r.choice(kinds), "modules": r.choice((".*up", ".*(up|down)"))}

@@ -33,6 +33,55 @@ class _Layer(nn.Module):
         return x + h, None
 
 
+class _Outer(nn.Module):
+    """A layer that may be skipped, and that sows values."""
+
+    args: tuple[Any, ...]
+    sown: str
+    drop: str
+    branch: str
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, index: Any) -> tuple[jax.Array, None]:
+        layer = _Layer(*self.args, name="layer")
+        if not self.drop or self.is_initializing() or (self.drop == "random" and not self.train):
+            after = layer(x, None)[0]
+        else:
+            after = self._maybe(layer, x, index)
+        if self.sown:
+            self._sow(after - x)
+        return after, None
+
+    def _maybe(self, layer: nn.Module, x: jax.Array, index: Any) -> Any:
+        """Calls the layer, or skips it."""
+        if self.drop == "random":
+            is_kept: Any = jax.random.bernoulli(self.make_rng("dropout"), 0.6)
+        else:
+            is_kept = x[0].sum() > 0 if self.drop == "data" else index % 2 == 0
+        skip, run = (lambda _, x: 0.9 * x), (lambda layer, x: layer(x, None)[0])
+        if self.branch == "switch":
+            return nn.switch(is_kept.astype(int), [skip, run], layer, x)
+        if self.branch == "nested":
+            inner = lambda layer, x: nn.cond(x[0, 0] > -9, run, skip, layer, x)  # noqa: E731
+            return nn.cond(is_kept, inner, skip, layer, x)
+        return nn.cond(is_kept, run, skip, layer, x)
+
+    def _sow(self, x: jax.Array) -> None:
+        """Sows a value of each example and a mean, as flax does or by functions of its own."""
+        each = jnp.square(x).mean(-1)
+        how: dict[str, Any] = {}
+        if self.sown != "tuple":
+            how = {"init_fn": lambda: jnp.zeros(()), "reduce_fn": jnp.add}
+            self.sow("aux", "each", 0.5 * x[:, 0], **how)
+        if self.sown == "beside":
+            calls = self.variable("aux", "calls", lambda: jnp.zeros((), jnp.int32))
+            if not self.is_initializing():
+                calls.value += 1
+        self.sow("aux", "each", each, **how)
+        self.sow("aux", "mean", each.mean(), **how)
+
+
 class Mlp(nn.Module):
     """Residual layers, in a loop or a scan, with optional norms, dropout and annotations."""
 
@@ -48,6 +97,9 @@ class Mlp(nn.Module):
     counts: bool = False
     penalty: bool = False
     odd: bool = False
+    sown: str = ""  # What layers sow into "aux": "tuple", "reduced", "beside" (a variable there).
+    drop: str = ""  # What decides that a layer is skipped: "random", "data" or its "index".
+    branch: str = "cond"  # Or "switch", "nested".
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -72,19 +124,24 @@ class Mlp(nn.Module):
         elif self.counts:
             self.variable("stats", "seen", jnp.zeros, ())
             self.variable("stats", "largest", jnp.zeros, ())
-        layer: Any = nn.remat(_Layer) if self.remat else _Layer
-        args = self.width, self.act, self.dropout, train, self.norm == "layer"
+        layer: Any = _Layer
+        args: tuple[Any, ...] = (self.width, self.act, self.dropout, train, self.norm == "layer")
+        if self.sown or self.drop:
+            layer, args = _Outer, (args, self.sown, self.drop, self.branch, train)
+        layer = nn.remat(layer) if self.remat else layer
+        indices = jnp.arange(self.depth) if self.drop else [None] * self.depth
         if self.scan:
+            axes: Any = {"params": 0, "aux": 0} if self.sown else {"params": 0}
             scanned = nn.scan(
                 layer,
-                variable_axes={"params": 0},
+                variable_axes=axes,
                 split_rngs={"params": True, "dropout": True},
                 length=self.depth,
             )
-            x, _ = scanned(*args, name="layers")(x, None)
+            x, _ = scanned(*args, name="layers")(x, indices if self.drop else None)
         else:
             for i in range(self.depth):
-                x, _ = layer(*args, name=f"layer_{i}")(x, None)
+                x, _ = layer(*args, name=f"layer_{i}")(x, indices[i])
         if self.penalty:
             self.sow("intermediates", "squares", jnp.square(x).mean(-1))
         return nn.Dense(CLASSES, name="head")(x)

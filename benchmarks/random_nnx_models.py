@@ -12,14 +12,28 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from benchmarks.random_models import CLASSES, FEATURES, VOCABULARY
 
 
+class Seen(nnx.Variable):
+    """A variable into which models sow."""
+
+
 class _XLayer(nnx.Module):
-    def __init__(self, width: int, rate: float, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, rate: float, *, rngs: nnx.Rngs, drop: str = "") -> None:
+        self.drop = drop
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, width + 4, rngs=rngs)
         self.down = nnx.Linear(width + 4, width, rngs=rngs)
         self.dropout = nnx.Dropout(rate, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.drop:
+            return self._run(x)
+        is_kept = x[0].sum() > 0
+        if self.drop == "lax":
+            return jax.lax.cond(is_kept, lambda: self._run(x), lambda: 0.9 * x)
+        skip, run = (lambda _, x: 0.9 * x), (lambda layer, x: layer._run(x))
+        return nnx.cond(is_kept, run, skip, self, x)
+
+    def _run(self, x: jax.Array) -> jax.Array:
         return x + self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
 
 
@@ -33,9 +47,12 @@ class XMlp(nnx.Module):
         norm: str = "none",
         scan: bool = False,
         dropout: float = 0.0,
+        sown: str = "",  # Whether it sows a "tuple", or "reduced" values.
+        drop: str = "",  # Whether "lax" or "nnx" skips layers, because of the data.
         *,
         rngs: nnx.Rngs,
     ) -> None:
+        self.sown = sown
         self.first = nnx.Linear(FEATURES, width, rngs=rngs)
         axis = "batch" if norm == "synced" else None
         self.norm = norm
@@ -47,11 +64,12 @@ class XMlp(nnx.Module):
             @nnx.split_rngs(splits=depth)
             @nnx.vmap(in_axes=(0,), out_axes=0)
             def make(rngs: nnx.Rngs) -> _XLayer:
-                return _XLayer(width, dropout, rngs=rngs)
+                return _XLayer(width, dropout, rngs=rngs, drop=drop)
 
             self.layers: Any = make(rngs)
         else:
-            self.layers = nnx.List([_XLayer(width, dropout, rngs=rngs) for _ in range(depth)])
+            layers = [_XLayer(width, dropout, rngs=rngs, drop=drop) for _ in range(depth)]
+            self.layers = nnx.List(layers)
         self.head = nnx.Linear(width, CLASSES, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -69,6 +87,14 @@ class XMlp(nnx.Module):
         else:
             for layer in self.layers:
                 x = layer(x)
+        if self.sown:
+            each = jnp.square(x).mean(-1)
+            how: dict[str, Any] = {}
+            if self.sown == "reduced":
+                how = {"init_fn": lambda: jnp.zeros(()), "reduce_fn": jnp.add}
+                self.sow(Seen, "each", 0.5 * x[:, 0], **how)
+            self.sow(Seen, "each", each, **how)
+            self.sow(Seen, "mean", each.mean(), **how)
         return self.head(x)
 
 
@@ -105,10 +131,11 @@ def run_plainly(
 
     def collections(module: nnx.Module) -> dict[str, Any]:
         found: dict[str, Any] = {"params": {}}
+        names = {nnx.Param: "params", nnx.BatchStat: "batch_stats", Seen: "Seen"}
         for path, variable in nnx.to_flat_state(nnx.state(module)):
-            name = "params" if isinstance(variable, nnx.Param) else "batch_stats"
-            if isinstance(variable, nnx.Param | nnx.BatchStat):
-                found.setdefault(name, {})[tuple(map(str, path))] = variable[...]
+            for kind, name in names.items():
+                if isinstance(variable, kind):
+                    found.setdefault(name, {})[tuple(map(str, path))] = variable.get_value()
         return {name: unflatten_dict(flat) for name, flat in found.items()}
 
     def init(key: jax.Array, inputs: Any) -> Any:

@@ -3,15 +3,20 @@
 Four consecutive numbers share the model, the loss, the batches and the optimizer, so that the
 functions compiled for one device serve all four. A description contains values that JSON can
 represent, and determines the program completely.
+
+Programs from number `FOUND` on have at least one of the features that were once found to be wrong
+by hand: losses of several terms and other forms, values that a model sows, layers that are skipped,
+rules of qwix, two threads, a run that comes back with other devices. Their models are smaller.
 """
 
 import math
 import random
 from typing import Any
 
-from benchmarks.random_model_options import draw_model, weighted
+from benchmarks.random_model_options import draw_found, draw_model, weighted
 
 SHARE = 4
+FOUND, FOUND_SHARE = 100_000, 6
 STRATEGIES = {"data_parallel": 1, "zero1": 1, "zero2": 1, "fsdp": 4, "hsdp": 2, "diloco": 1}
 Row = dict[str, Any]
 
@@ -19,9 +24,53 @@ Row = dict[str, Any]
 def draw(number: int) -> Row:
     """Draws the description of the program with a number."""
     row: Row = {"number": number}
-    draw_model(random.Random(f"model {number // SHARE}"), row)
-    _draw_program(random.Random(f"program {number}"), row)
+    if number < FOUND:
+        draw_model(random.Random(f"model {number // SHARE}"), row)
+        _draw_program(random.Random(f"program {number}"), row)
+        return row
+    draw_found(random.Random(f"found model {number // FOUND_SHARE}"), row)
+    r = random.Random(f"found program {number}")
+    _draw_program(r, row)
+    _draw_division(r, row)
     return row
+
+
+def _draw_division(r: random.Random, row: Row) -> None:
+    """Makes some programs two in threads, or a run that comes back with other devices."""
+    options = row["options"]
+    # JAX's sharding types refuse most of these models.
+    is_refused = row["fields"].get("drop") or "rules" in row
+    if row["mode"] == "explicit" and is_refused and r.random() < 0.8:
+        row["mode"], row["typed_mesh"] = "auto", False
+    if r.random() < 0.6:  # Programs from 0 on move their states more often.
+        row.pop("trip", None)
+    row["evaluates"] = row["evaluates"] and r.random() < 0.5
+    is_diloco, is_large = row["strategy"] == "diloco", row["model"] == "transformer"
+    if is_diloco and row["found"]:
+        return
+    share = 0.06 if row["found"] else 1.0 if is_large else 0.5
+    if not is_diloco and r.random() < share:
+        row["threads"] = _draw_trip(r, row)
+        row["nan_at"] = False
+    elif not is_large and r.random() < (0.2 if row["found"] else 1):
+        sizes = [n for n in (1, 2, 4, 8) if row["batch"] % n == 0]
+        row["mesh"] = {"data": r.choice(sizes[1:])}
+        row["elastic"] = r.choice([n for n in sizes if n != row["mesh"]["data"]])
+        row["strategy"] = r.choice(("data_parallel", "zero1", "zero2", "fsdp", "fsdp"))
+        row["typed_mesh"] = row["nan_at"] = False
+        row["mode"] = r.choice(("manual", "manual", "manual", "auto"))
+        kept = "num_minibatches", "sync_collections"
+        options = {name: options[name] for name in kept if name in options}
+        each = row["batch"] // row["mesh"]["data"]
+        options["num_minibatches"] = r.choice([m for m in (1, 1, 2, 3) if each % m == 0])
+        if row["fields"].get("norm") == "synced":
+            options["axis_aliases"] = {"batch": ["data"]}
+        if row["strategy"] != "data_parallel":
+            options["min_weight_size"] = r.choice((0, 30, 100))
+        row["options"] = options
+        for name in ("trip", "pipeline", "plan", "split_logits", "diloco"):
+            row.pop(name, None)
+        row["fields"].pop("annotated", None)
 
 
 def _draw_program(r: random.Random, row: Row) -> None:
@@ -55,6 +104,8 @@ def _draw_program(r: random.Random, row: Row) -> None:
     can_cut = row["mode"] == "manual" and scanned and row["strategy"] != "zero2"
     has_statistics = fields.get("norm") in ("batch", "synced") or fields.get("counts")
     has_statistics = has_statistics or row["loss"] == "coupled"
+    if "found" in row:
+        has_statistics |= row.get("form", "").startswith("learned") and r.random() < 0.9
     can_cut = can_cut and not row["loss_extras"]["decay"] and not has_statistics
     if can_cut and r.random() < 0.45:
         groups = layers // (fields.get("global_every") or 1)
@@ -229,6 +280,14 @@ def features_of(row: Row) -> list[str]:
         "NaN": bool(row["nan_at"]),
         "trip": "trip" in row,
         f"trip by {row.get('trip', {}).get('kind')}": "trip" in row,
+        f"loss: {row.get('form')}": "form" in row,
+        "loss: of a module": bool(row.get("by_model")),
+        f"loss: {row['loss']}": "found" in row,
+        f"sown: {fields.get('sown')}": bool(fields.get("sown")),
+        f"skipped by: {fields.get('drop')}": bool(fields.get("drop")),
+        f"qwix: {row.get('rules', {}).get('kind')}": "rules" in row,
+        "threads": "threads" in row,
+        "elastic": "elastic" in row,
     }
     named = [f"model {row['model']}", row["strategy"], f"mode {row['mode']}", f"tx {row['tx']}"]
     return [*named, *(name for name, is_so in has.items() if is_so)]

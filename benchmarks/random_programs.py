@@ -12,7 +12,8 @@ another program. A program has one of these outcomes:
 - `refused`: an error message of the package explains why the program cannot run,
 - `wrong`: a result differs from one device,
 - `crash`: any other exception is raised, or the process ends,
-- `hang`: the program has not ended within `--seconds`.
+- `hang`: the program has not ended within `--seconds`,
+- `skipped`: a library that the program needs is not installed.
 
 Each outcome is appended to `--output` at once, and programs with an outcome in this file are not
 run again. The programs run in another process, which is replaced after `--each` programs. The exit
@@ -189,7 +190,7 @@ def summarize(rows: Iterable[dict[str, Any]]) -> None:
             by_feature.setdefault(feature, collections.Counter())[row["outcome"]] += 1
         if row["outcome"] == "refused":
             refusals[sentence_class(row["words"])] += 1
-    outcomes = ("exact", "refused", *BAD)
+    outcomes = ("exact", "refused", "skipped", *BAD)
     print(f"{'':<28}{'run':>6}{''.join(f'{outcome:>9}' for outcome in outcomes)}")
     for feature, counts in sorted(by_feature.items(), key=lambda item: -sum(item[1].values())):
         cells = "".join(f"{counts[o]:>9}" for o in outcomes)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.random_tasks import Plain, make_loss
+from benchmarks.random_tasks import LEARNED, TERMS, Plain, make_parts
 
 Tree = Any
 
@@ -46,7 +46,10 @@ class Reference:
     """Computes results on one device for a model and a loss, with jitted functions."""
 
     def __init__(self, row: Mapping[str, Any], plain: Plain, gather_dtype: str | None) -> None:
-        self._plain, self._loss = plain, make_loss(row, is_plain=True)
+        self._plain, self._parts = plain, make_parts(row, is_plain=True)
+        self._form = row.get("form", "pair")
+        self._has_metrics = row.get("has_metrics", True)
+        self._has_terms = self._form in ("terms", *LEARNED)
         self._gather_dtype = gather_dtype
         self._run = {
             train: jax.jit(functools.partial(self._units, train=train)) for train in (True, False)
@@ -73,11 +76,18 @@ class Reference:
         own = {p: x for p, x in params.items() if p in trained}
         frozen = {p: x for p, x in params.items() if p not in trained}
         parts = jax.tree.map(lambda x: x[units], batch)
-        grads, metrics, variables = jax.device_get(
-            self._run[train](own, frozen, collections, (parts, keys))
-        )
-        counts = np.asarray(metrics["loss"][1], np.float64)
-        total = counts.sum() or 1.0
+
+        def compute(weights: Any) -> Any:
+            results = self._run[train](own, frozen, collections, (parts, keys), weights)
+            return jax.device_get(results)
+
+        # The same structure in both calls, so that one function is compiled.
+        weights = dict.fromkeys(TERMS, (0.0, 0.0))
+        grads, (terms, metrics), variables = compute(weights)
+        if self._has_terms:
+            grads, _, _ = compute(weights | _weights_of_terms(terms))
+        metrics = {**terms, **metrics}
+        total = 1.0 if self._has_terms else _sum(metrics["loss"][1]) or 1.0
         answer = Answer({}, {}, {}, {}, {})
         for path, g in grads.items():
             g = np.asarray(g, np.float64) / total
@@ -87,12 +97,12 @@ class Reference:
             answer.contributions[path] = float(np.abs(flat).max(1, initial=0).sum())
             answer.spread[path] = float(np.linalg.norm(flat, axis=1).sum())
         for name, (value, count) in metrics.items():
-            answer.metrics[name] = tuple(float(np.float64(x).sum()) for x in (value, count))  # type: ignore[assignment]
+            answer.metrics[name] = _sum(value), _sum(count)
         answer.variables = variables
         return answer
 
     def _units(
-        self, own: Tree, frozen: Tree, collections: Tree, parts: Any, *, train: bool
+        self, own: Tree, frozen: Tree, collections: Tree, parts: Any, weights: Any, *, train: bool
     ) -> tuple[Any, Any, Any]:
         def one(part: Any) -> Any:
             batch, key = part
@@ -108,16 +118,26 @@ class Reference:
                     given = {**collections, **variables}
                     names = [*collections, *mutable]
                     out, new = self._plain.apply(given, *args, mutable=names, **call)
-                    updates.update({k: v for k, v in new.items() if k in collections})
+                    updates.update(_like(collections, new))
                     return (out, new) if mutable else out
 
                 tree = self._plain.to_plain(unflatten(cast))
-                value, metrics = self._loss(tree, apply, batch, key)
-                count = metrics["loss"][1]
-                return value * count, (metrics, flatten(updates))
+                of = self._parts(tree, apply, batch, key)
+                terms, metrics = of.terms, of.metrics
+                if self._form == "scalar":
+                    count = len(batch.labels)
+                    terms, metrics = {"loss": (of.mean * count, count)}, {}
+                if self._form in ("terms", "learned") and not self._has_metrics:
+                    metrics = {}
+                if not self._has_terms:
+                    return of.mean * terms["loss"][1], (terms, metrics, flatten(updates))
+                value = jnp.zeros(())
+                for name, (total, count) in terms.items():
+                    value += weights[name][0] * total + weights[name][1] * count
+                return value, (terms, metrics, flatten(updates))
 
-            grads, (metrics, updates) = jax.grad(loss, has_aux=True)(own)
-            return grads, jax.tree.map(jnp.asarray, metrics), updates
+            grads, (terms, metrics, updates) = jax.grad(loss, has_aux=True)(own)
+            return grads, jax.tree.map(jnp.asarray, (terms, metrics)), updates
 
         return jax.lax.map(one, parts)
 
@@ -128,6 +148,26 @@ class Reference:
         if is_frozen and jnp.dtype(x.dtype).itemsize <= jnp.dtype(dtype).itemsize:
             return x
         return x.astype(dtype)
+
+
+def _sum(x: Any) -> float:
+    return float(np.asarray(x, np.float64).sum())
+
+
+def _weights_of_terms(terms: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Returns the derivatives of the sum of terms by each term's sum and by its count."""
+    weights = {}
+    for name, pair in terms.items():
+        total, count = map(_sum, pair)
+        weights[name] = (1 / count, -total / count**2) if count else (0.0, 0.0)
+    return weights
+
+
+def _like(wanted: Any, given: Any) -> Any:
+    """Returns the values of `given` whose paths are in `wanted`."""
+    if not isinstance(wanted, Mapping):
+        return given
+    return {name: _like(tree, given[name]) for name, tree in wanted.items() if name in given}
 
 
 def flatten(tree: Tree) -> dict[str, Any]:

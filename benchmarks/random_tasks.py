@@ -9,6 +9,7 @@ code of the package except `Transformer`, which is a plain Linen module outside 
 import dataclasses
 import fnmatch
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,6 +77,8 @@ def make_model(row: Mapping[str, Any]) -> tuple[Any, Plain]:
 
         def make(rngs: nnx.Rngs) -> nnx.Module:
             module: nnx.Module = kind(**fields, rngs=rngs)
+            if rules := row.get("rules"):
+                module = with_rules(module, rules, make_batches(row, 1)[0]["inputs"][:2])
             return module
 
         return make, Plain(*run_plainly(make), lambda params: params)
@@ -83,18 +86,42 @@ def make_model(row: Mapping[str, Any]) -> tuple[Any, Plain]:
     bare = module
     if "norm" in fields and fields["norm"] == "synced":
         bare = kind(**{**fields, "norm": "batch"})
+    unquantized = bare
     model: Any = module
+    if rules := row.get("rules"):
+        model, bare = (with_rules(each, rules) for each in (module, bare))
     if plan := row.get("plan"):
-        model = tensor_parallel(module, plan_of(row), **plan)
+        model = tensor_parallel(model, plan_of(row), **plan)
     if row.get("quantized"):
         model = quantized(model, {"*kernel": row["quantized"]})
     if targets := row.get("lora"):
         model = lora(model, targets["targets"], alpha=targets["alpha"])
 
     def init(key: jax.Array, inputs: Any) -> Any:
-        return nn.unbox(bare.init({"params": key}, inputs, train=False))
+        return nn.unbox(unquantized.init({"params": key}, inputs, train=False))
 
     return model, Plain(init, bare.apply, lambda params: _plain_params(row, params))
+
+
+# The fields of qwix's rules.
+RULES: Mapping[str, Mapping[str, str]] = {
+    "weights int8": {"weight_qtype": "int8"},
+    "weights float8": {"weight_qtype": "float8_e4m3fn"},
+    "w8a8": {"weight_qtype": "int8", "act_qtype": "int8"},
+    "w8a8g8": {"weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": "int8"},
+    "float8": {
+        "weight_qtype": "float8_e4m3fn",
+        "act_qtype": "float8_e4m3fn",
+        "bwd_qtype": "float8_e5m2",
+    },
+}
+
+
+def with_rules(model: Any, rules: Mapping[str, str], *inputs: Any) -> Any:
+    """Returns the model with qwix's rule for some of its products; `inputs` for an NNX model."""
+    qwix = importlib.import_module("qwix")
+    rule = qwix.QtRule(module_path=rules["modules"], **RULES[rules["kind"]])
+    return qwix.quantize_model(model, qwix.QtProvider([rule]), *inputs)
 
 
 def plan_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,6 +181,9 @@ def make_batches(row: Mapping[str, Any], number: int) -> list[dict[str, np.ndarr
             batch["mask"] = mask.astype(np.float32)
         elif row["loss"] == "weights":
             batch["mask"] = random.uniform(0.2, 3, labels.shape).astype(np.float32)
+        elif row["loss"] == "fractions":  # The weights of a share add up to less than 1.
+            mask = random.uniform(0.001, 0.02, labels.shape) * (random.random(labels.shape) > 0.3)
+            batch["mask"] = mask.astype(np.float32)
         batches.append(batch)
     return batches
 
@@ -168,17 +198,66 @@ def _among_all(out: Any, labels: Any, *, is_plain: bool) -> tuple[jax.Array, jax
     return jax.nn.logsumexp(scores, axis=-1) - score, score >= scores.max(-1) - 1e-4
 
 
-def make_loss(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Any]:
-    """Makes the loss function of a description; with `is_plain` the one for one device."""
-    kind, extras = row["loss"], row["loss_extras"]
+# The forms of a loss whose counts depend on parameters.
+LEARNED = ("learned", "learned pair")
+TERMS = ("loss", "decay", "z_loss", "sown", "rare")
 
-    def loss_fn(params: Any, apply_fn: Any, batch: Any, rng: Any) -> Any:
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The parts of a loss, from which each form of a loss is made.
+
+    Attributes:
+      mean: The mean over the valid examples.
+      terms: The sum and the count of each term.
+      metrics: Other metrics.
+    """
+
+    mean: jax.Array
+    terms: dict[str, Any]
+    metrics: dict[str, Any]
+
+
+def make_loss(row: Mapping[str, Any]) -> Callable[..., Any]:
+    """Makes the program's loss function from a description."""
+    parts, form = make_parts(row, is_plain=False), row.get("form", "pair")
+
+    def shaped(of: Parts) -> Any:
+        if form == "scalar":
+            return of.mean
+        if form in ("pair", "learned pair"):
+            return of.mean, {"loss": of.terms["loss"], **of.metrics}
+        return (of.terms, of.metrics) if row["has_metrics"] else of.terms
+
+    if row.get("by_model"):
+
+        def of_model(model: Any, batch: Any) -> Any:
+            def apply_fn(variables: Any, inputs: Any, **call: Any) -> Any:
+                return model(inputs)
+
+            found = [x for _, x in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+            params = [x[...] for x in found] if row["loss_extras"]["decay"] else None
+            return shaped(parts(params, apply_fn, batch, None))
+
+        return of_model
+    return lambda params, apply_fn, batch, rng: shaped(parts(params, apply_fn, batch, rng))
+
+
+def make_parts(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Parts]:
+    """Makes a function that computes the parts of a loss; with `is_plain` on one device."""
+    kind, extras, form = row["loss"], row["loss_extras"], row.get("form", "pair")
+    sows = {"mlp": "aux", "nnx_mlp": "Seen"}[row["model"]] if row["fields"].get("sown") else ""
+    has_terms = form in ("terms", "learned")
+    is_whole = not row.get("with_labels") and not row.get("split_logits")
+
+    def parts(params: Any, apply_fn: Any, batch: Any, rng: Any) -> Parts:
         call: dict[str, Any] = {"train": True, "rngs": {"dropout": rng}}
         sown: Any = {}
         if row.get("with_labels"):
             call["labels"] = batch.labels
         wanted = ["intermediates"] if extras.get("penalty") else []
         wanted += ["losses"] if extras.get("balance") else []
+        wanted += [sows] if sows else []
         if wanted:
             out, sown = apply_fn({"params": params}, batch.inputs, mutable=wanted, **call)
         else:
@@ -193,24 +272,48 @@ def make_loss(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Any]:
         else:
             losses = split_cross_entropy(out, batch.labels)
             correct = split_argmax(out, vocabulary_axes(out, batch.labels)) == batch.labels
-        if extras.get("smoothing") and not row.get("with_labels") and not row.get("split_logits"):
+        if extras.get("smoothing") and is_whole:
             losses = 0.9 * losses - 0.1 * jax.nn.log_softmax(out).mean(-1)
-        if extras.get("z") and not row.get("with_labels") and not row.get("split_logits"):
-            losses = losses + 0.01 * jnp.square(jax.nn.logsumexp(out, axis=-1))
+        z = jnp.square(jax.nn.logsumexp(out, axis=-1)) if extras.get("z") and is_whole else None
+        if z is not None and not has_terms:
+            losses = losses + 0.01 * z
         if extras.get("penalty"):
             losses = losses + 0.1 * sown["intermediates"]["squares"][0]
-        correct = correct.astype(losses.dtype)
-        if batch.mask is None:
-            loss, count = losses.mean(), losses.size
-            metrics = {"loss": (losses.sum(), count), "accuracy": (correct.sum(), count)}
+        if sows:
+            each, means = (_sown(sown[sows], name) for name in ("each", "mean"))
+            losses = (losses + 0.1 * sum(x.reshape(-1, len(losses)).sum(0) for x in each)) ** 2
+            mean = 0.1 * sum(x.sum() for x in means)
+            losses = losses + mean if batch.mask is None and not has_terms else losses
+        weights, correct = batch.mask, correct.astype(losses.dtype)
+        if form in LEARNED:
+            learned = jax.nn.sigmoid(out[..., 0])
+            weights = learned if weights is None else learned * weights
+        if weights is None:
+            average, total, count = losses.mean(), losses.sum(), losses.size
+            hits = correct.sum()
         else:
-            count = batch.mask.sum()
-            total = (losses * batch.mask).sum()
-            loss = total / jnp.where(count > 0, count, 1)
-            metrics = {"loss": (total, count), "accuracy": ((correct * batch.mask).sum(), count)}
+            count = weights.sum()
+            total, hits = (losses * weights).sum(), (correct * weights).sum()
+            average = total / jnp.where(count > 0, count, 1)
+        terms: dict[str, Any] = {"loss": (total, count)}
+        decay = 0
         if extras.get("decay"):
             squares = [jnp.square(x).sum() for x in jax.tree.leaves(nn.unbox(params))]
-            loss = loss + extras["decay"] * sum(squares)
-        return loss, metrics
+            decay = extras["decay"] * sum(squares)
+            average = average + decay
+        if has_terms:
+            terms |= {"decay": (decay * len(losses), len(losses))} if extras.get("decay") else {}
+            terms |= {"z_loss": (0.01 * z.sum(), z.size)} if z is not None else {}
+            terms |= {"sown": (mean * len(losses), len(losses))} if sows else {}
+            if extras.get("rare"):  # Many shares have no example of this kind.
+                is_rare = (batch.labels == 0).astype(losses.dtype)
+                terms["rare"] = ((0.3 * losses * is_rare).sum(), is_rare.sum())
+        return Parts(average, terms, {"accuracy": (hits, count)})
 
-    return loss_fn
+    return parts
+
+
+def _sown(collection: Any, name: str) -> list[jax.Array]:
+    """Returns all values of a name that layers have sown."""
+    found = jax.tree_util.tree_leaves_with_path(collection)
+    return [x for path, x in found if any(getattr(key, "key", "") == name for key in path)]

@@ -17,8 +17,15 @@ import numpy as np
 
 import manualpar
 from benchmarks.random_comparison import WrongError, check_same_bits
+from benchmarks.random_optimizers import recording
 from benchmarks.random_reference import flatten, unflatten
+from benchmarks.random_tasks import make_loss
+from manualpar.data import as_dataset
 from manualpar.training.checkpoints import Checkpoints
+from manualpar.training.config import named_config
+from manualpar.training.division import read_earlier
+from manualpar.training.experiment import prepare
+from manualpar.training.task import Task
 
 # Options that the other program takes over; its other options are drawn.
 SHARED = "param_dtype frozen_dtype gather_dtype rules sync_collections axis_aliases nonfinite"
@@ -64,6 +71,61 @@ def travel(check: Any, program: Any, state: Any, optimizer: Any, number: int) ->
         own, check.options = check.options, options
         check.step(other, moved, number, optimizer)
         check.options = own
+
+
+def come_back(check: Any) -> None:
+    """Trains a step on some devices, and a step on others, as a run that comes back.
+
+    The number of minibatches may grow, so that a device computes at most as many examples at once;
+    it stays if the loss or a layer combines the examples of a minibatch over the devices.
+    """
+    row, batch = check.row, check.batches[0]
+    optimizer = check.one_device()
+    config = named_config("own").unlock()
+    config.data.batch_size = row["batch"]
+    config.optimizer.num_minibatches = asked = check.options["num_minibatches"]
+    strategy = row["strategy"]
+    config.parallel.strategy = "dp" if strategy == "data_parallel" else strategy
+    config.parallel.mode, config.training.on_nonfinite = row["mode"], "ignore"
+    if "min_weight_size" in check.options:
+        config.parallel.min_weight_size = check.options["min_weight_size"]
+    names = "sync_collections", "axis_aliases"
+    options: dict[str, Any] = {k: check.options[k] for k in names if k in check.options}
+    if "axis_aliases" in options:
+        options["axis_aliases"] = {"batch": "data"}
+    if row.get("trainable"):
+        options["trainable"] = tuple(row["trainable"])
+    task = Task(
+        as_dataset({"train": [batch]}),
+        check.model,
+        make_loss(row),
+        optimizer=recording(optimizer.tx),
+        options=options,
+    )
+
+    def resume(devices: int, earlier: Any) -> Any:
+        return prepare(config, devices=jax.devices()[:devices], task=task, earlier=earlier)
+
+    with tempfile.TemporaryDirectory() as folder, Checkpoints(Path(folder)) as checkpoints:
+        before = resume(row["mesh"]["data"], None)
+        state = check.begin(before.program)
+        state = check.step(before.program, state, 0, optimizer)
+        params, collections = check.whole(before.program, state)
+        extra = {"division": before.division, "config": config.to_dict()}
+        checkpoints.save(before.program, state, step=1, extra=extra)
+        checkpoints.wait()
+        after = resume(row["elastic"], read_earlier(Path(folder)))
+        moved = checkpoints.restore(after.program, report=print).state
+    arrived, variables = check.whole(after.program, moved)
+    check_same_bits("elastic", params, arrived)
+    check_same_bits("elastic", flatten(collections), flatten(variables))
+    combines = row["loss"] == "coupled" or row["fields"].get("norm") == "synced"
+    combines = combines and row["mode"] == "manual"
+    found, each = after.program.num_minibatches, row["batch"] // row["elastic"]
+    if found != asked if combines else each // found > before.division.at_once:
+        raise WrongError(f"elastic: {before.division} became {after.division}")
+    if not check.has_diverged:
+        check.step(after.program, moved, 1, optimizer)
 
 
 def _move(check: Any, program: Any, state: Any, other: Any, folder: Path) -> Any:

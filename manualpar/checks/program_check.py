@@ -21,7 +21,8 @@ def check_program(program: Program) -> None:
     check_trainable(name, program.model)
 
     def trace(function: Any) -> Any:
-        return function.trace(program.abstract_state, program.abstract_batch).jaxpr
+        others = (program.abstract_others,) if program.abstract_others else ()
+        return function.trace(program.abstract_state, program.abstract_batch, *others).jaxpr
 
     train, evaluate = trace(program.train_step), trace(program.eval_step)
     loss = None

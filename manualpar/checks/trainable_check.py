@@ -11,7 +11,7 @@ from manualpar.core.parameters.trainable import is_trained
 
 def check_trainable(strategy: str, model: TracedModel) -> None:
     """Refuses globs that match no parameter, and trained parameters that cannot have a gradient."""
-    infos = jax.tree.leaves(model.parameters)
+    infos = jax.tree.leaves(model.own(model.parameters))
     paths = [info.path for info in infos]
     for glob in model.trainable:
         if not any(is_trained(path, (glob,)) for path in paths):

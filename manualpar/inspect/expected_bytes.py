@@ -592,7 +592,8 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
 
     Args:
       program: The program. In modes `auto` and `explicit` the prediction holds if the compiler
-        gathers and scatters as its sharding constraints ask.
+        gathers and scatters as its sharding constraints ask. The parameters of `other_models` are
+        included.
       stage: The stage of a pipeline; `None` for the stage that sends the most.
 
     Returns:
@@ -613,20 +614,31 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
     if program.outer is not None:
         program = program.outer.inner
     if program.pipeline is None:
-        m = program.num_minibatches
-        sends = (program.strategy.sends(m, place.keep) for _, place in program.parameters)
-        return _of_stage(program, (Uses(one, backward=m) for one in sends))
+        m, strategy = program.num_minibatches, program.strategy
+        pairs = [(pair, strategy.sends(m, pair[1].keep)) for pair in program.parameters]
+        for name, other in program.model.others.items():
+            sends = other.sends or strategy.sends
+            trees = program.model.parameters[name], program.step.placements[name]
+            pairs += [
+                (pair, sends(m, pair[1].keep))
+                for pair in zip(*map(jax.tree.leaves, trees), strict=True)
+            ]
+        return _bytes_of(program, ((pair, Uses(sent, backward=m)) for pair, sent in pairs))
     form = PipelineForm(program)
     stages = form.stages(stage)
-    sent = [_of_stage(program, form.uses(one)) for one in stages]
+    sent = [
+        _bytes_of(program, zip(program.parameters, form.uses(one), strict=True)) for one in stages
+    ]
     return max(sent, key=lambda by_axes: sum(by_axes.values()))
 
 
-def _of_stage(program: Program, uses: Iterable[Uses]) -> dict[tuple[str, ...], Fraction]:
-    """Sums the bytes that a device sends for all parameters, given the uses of each parameter."""
+def _bytes_of(
+    program: Program, uses: Iterable[tuple[tuple[ParameterInfo, Route], Uses]]
+) -> dict[tuple[str, ...], Fraction]:
+    """Sums the bytes that a device sends for parameters, given the uses of each parameter."""
     return bytes_by_axes(
         x
-        for (info, place), used in zip(program.parameters, uses, strict=True)
+        for (info, place), used in uses
         for x in ParameterForm(program, info, place).collectives(used)
     )
 

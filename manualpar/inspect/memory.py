@@ -131,12 +131,14 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
         params=jax.tree.map(lambda _: "parameters", state.params),
         opt_state=jax.tree.map(lambda _: "optimizer", state.opt_state),
     )
+    others = program.abstract_others  # They are stored as the program's own parameters are.
     names = [*jax.tree.leaves(labels), *("batch" for _ in jax.tree.leaves(batch))]
+    names += ["parameters" for _ in jax.tree.leaves(others)]
     flat = FlatProgram()
     values = flat.values
     arguments = [
         flat.add_value(x, parts=_parts(x), label=label)
-        for x, label in zip(jax.tree.leaves((state, batch)), names, strict=True)
+        for x, label in zip(jax.tree.leaves((state, batch, others)), names, strict=True)
     ]
     step = flat.flatten(_trace(program), arguments, label="other")
     of_state = len(jax.tree.leaves(state))
@@ -177,7 +179,8 @@ def _trace(program: Program) -> ClosedJaxpr:
         update = dataclasses.replace(asked.update, mode=mode)
         model = dataclasses.replace(asked.model, mode=mode)
         step = jax.jit(dataclasses.replace(asked, mode=mode, model=model, update=update).train)
-    return step.trace(program.abstract_state, program.abstract_batch).jaxpr
+    more = (program.abstract_others,) if program.abstract_others else ()
+    return step.trace(program.abstract_state, program.abstract_batch, *more).jaxpr
 
 
 def _parts(x: Any) -> int:

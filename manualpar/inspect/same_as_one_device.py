@@ -77,6 +77,12 @@ def assert_same_as_one_device(
             "several processes, expected devices of this process. Build it on make_mesh in one "
             "process."
         )
+    if program.abstract_others:
+        raise ValueError(
+            f"assert_same_as_one_device: the loss calls other models "
+            f"({', '.join(program.abstract_others)}), expected a program without other_models. "
+            "Compare a step of the program with jax.grad of the loss on one device."
+        )
     check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.roles)
     state = program.init(rng)
     if rtol is None:

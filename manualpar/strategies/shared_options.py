@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
+import jax
 import optax
 
 from manualpar.core.mesh.axes import axis_tuple
@@ -144,7 +145,8 @@ def build_sharded(
         _check_backward_mean(builder, {**program_options, **values})
     program = build_checked(strategy(**values), model, tx, loss_fn, program_options)
     names = {name: values[name] for name in ("keep_gathered", "replicate") if name in values}
-    check_named(builder, program.parameters, **names)
+    infos = jax.tree.leaves(program.model.parameters)  # Those of `other_models` too.
+    check_named(builder, infos, **names)
     return program
 
 

@@ -62,79 +62,6 @@ from manualpar.training.task import (
     splits_layers,
 )
 
-# -------------------------------------------------------------------------------------------------
-# Counts the model FLOPs per example of a training step, also if some parameters are frozen.
-#
-# A task counts the FLOPs of training all parameters of a model, in closed form. A step with frozen
-# parameters does not compute their gradients, nor the gradients of activations before the first
-# trained parameter. Adapters add matrix products. So the closed form is multiplied by a ratio: the
-# FLOPs of this step, divided by the FLOPs of a step that trains all parameters of the task's
-# model. Both are counted in steps traced on one device. Recomputation in the backward pass is not
-# counted.
-
-
-# Positions of arguments of the traced loss: the trained parameters and the batch.
-TRAINED, BATCH = 0, 1
-
-
-def flops_of_example(task: Task, model: Any, program: Program) -> float | None:
-    """Counts the FLOPs per example of a training step, without recomputation.
-
-    The result is `None` if the task does not know them.
-
-    Args:
-      model: The task's model, with adapters if the run has any.
-      program: The program of `model`.
-    """
-    if task.flops_per_example is None or all(place.trainable for _, place in program.parameters):
-        return task.flops_per_example
-    some = _products(model, task, program, program.model.trainable)
-    # This also takes the gradient with respect to the batch, because the closed form counts the
-    # gradients of float inputs.
-    every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
-    return task.flops_per_example * float(some / every)
-
-
-def _products(
-    model: Any,
-    task: Task,
-    program: Program,
-    globs: tuple[str, ...],
-    *,
-    argnums: tuple[int, ...] = (TRAINED,),
-) -> Fraction:
-    """Counts the FLOPs of a step that computes gradients of the parameters that match `globs`.
-
-    The step is traced on one device. `argnums` are the positions of the loss's arguments for which
-    gradients are computed.
-    """
-    interface, batch = interface_of(model), program.abstract_batch
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    params = jax.eval_shape(
-        lambda key: strip_boxes(init_variables(interface, key, batch)["params"]), key
-    )
-
-    def part(is_wanted: bool) -> Any:
-        def choose(path: Any, x: Any) -> Any:
-            return x if is_trained(path_name(path), globs) is is_wanted else optax.MaskedNode()
-
-        return jax.tree.map_with_path(choose, params)
-
-    def loss(trained: Any, batch: Any, frozen: Any, collections: Any, key: jax.Array) -> Any:
-        apply_fn = CarryingApply(interface, collections)
-        return task.loss_fn(combine((trained, frozen)), apply_fn, batch, key)[0]
-
-    collections = program.unpadded_state.collections
-    grads = jax.grad(loss, argnums=argnums, allow_int=True)
-    step = jax.make_jaxpr(grads)(part(True), batch, part(False), collections, key)
-    found = ProductReader("flops_of_example").read(step.jaxpr)
-    counted = (one.flops for one in found if phase_of(one.scope) != "recomputed")
-    return sum(counted, start=Fraction(0))
-
-
-# -------------------------------------------------------------------------------------------------
-
-
 # `config.training.on_nonfinite` -> the program's option `nonfinite`. If the program reports a
 # non-finite loss or gradient, the training loop stops or rolls back.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
@@ -348,6 +275,11 @@ def _options_of(task: Task, kind: StrategyKind, *, decided: Collection[str]) -> 
     """Returns a task's options for the builder; refuses those that the config decides."""
     fields = {name: option.field for name, option in PROGRAM_OPTIONS.items() if option.field}
     fields |= {name: f"parallel.{name}" for name in kind.fields}
+    if task.options.get("other_models"):
+        raise ValueError(
+            "Task.options has 'other_models', expected none, because a run trains one model. Write "
+            "a loop that takes a step of each program in turn."
+        )
     for name in task.options:
         if name in fields or name in decided:
             mend = f"set config.{fields[name]}" if name in fields else "leave it out"
@@ -489,3 +421,73 @@ def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[s
     if is_split and not first and set(sizes) <= {SPLIT_AXIS, CONTEXT_AXIS, STAGE_AXIS}:
         first = {"data": 1}  # All devices work on the same examples.
     return first | sizes
+
+
+# -------------------------------------------------------------------------------------------------
+# Counts the model FLOPs per example of a training step, also if some parameters are frozen.
+#
+# A task counts the FLOPs of training all parameters of a model, in closed form. A step with frozen
+# parameters does not compute their gradients, nor the gradients of activations before the first
+# trained parameter. Adapters add matrix products. So the closed form is multiplied by a ratio: the
+# FLOPs of this step, divided by the FLOPs of a step that trains all parameters of the task's
+# model. Both are counted in steps traced on one device. Recomputation in the backward pass is not
+# counted.
+
+
+# Positions of arguments of the traced loss: the trained parameters and the batch.
+TRAINED, BATCH = 0, 1
+
+
+def flops_of_example(task: Task, model: Any, program: Program) -> float | None:
+    """Counts the FLOPs per example of a training step, without recomputation.
+
+    The result is `None` if the task does not know them.
+
+    Args:
+      model: The task's model, with adapters if the run has any.
+      program: The program of `model`.
+    """
+    if task.flops_per_example is None or all(place.trainable for _, place in program.parameters):
+        return task.flops_per_example
+    some = _products(model, task, program, program.model.trainable)
+    # This also takes the gradient with respect to the batch, because the closed form counts the
+    # gradients of float inputs.
+    every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
+    return task.flops_per_example * float(some / every)
+
+
+def _products(
+    model: Any,
+    task: Task,
+    program: Program,
+    globs: tuple[str, ...],
+    *,
+    argnums: tuple[int, ...] = (TRAINED,),
+) -> Fraction:
+    """Counts the FLOPs of a step that computes gradients of the parameters that match `globs`.
+
+    The step is traced on one device. `argnums` are the positions of the loss's arguments for which
+    gradients are computed.
+    """
+    interface, batch = interface_of(model), program.abstract_batch
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params = jax.eval_shape(
+        lambda key: strip_boxes(init_variables(interface, key, batch)["params"]), key
+    )
+
+    def part(is_wanted: bool) -> Any:
+        def choose(path: Any, x: Any) -> Any:
+            return x if is_trained(path_name(path), globs) is is_wanted else optax.MaskedNode()
+
+        return jax.tree.map_with_path(choose, params)
+
+    def loss(trained: Any, batch: Any, frozen: Any, collections: Any, key: jax.Array) -> Any:
+        apply_fn = CarryingApply(interface, collections)
+        return task.loss_fn(combine((trained, frozen)), apply_fn, batch, key)[0]
+
+    collections = program.unpadded_state.collections
+    grads = jax.grad(loss, argnums=argnums, allow_int=True)
+    step = jax.make_jaxpr(grads)(part(True), batch, part(False), collections, key)
+    found = ProductReader("flops_of_example").read(step.jaxpr)
+    counted = (one.flops for one in found if phase_of(one.scope) != "recomputed")
+    return sum(counted, start=Fraction(0))

@@ -1,6 +1,7 @@
 """The random programs: drawn from a number alone, and a wrong one is noticed."""
 
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,14 @@ import pytest
 from benchmarks.random_checks import Shared, run
 from benchmarks.random_comparison import Allowance, WrongError
 from benchmarks.random_optimizers import OneDevice, make_optimizer
-from benchmarks.random_options import draw, features_of
+from benchmarks.random_options import FOUND, draw, features_of
 from benchmarks.random_programs import run_all, sentence_class
+from benchmarks.random_tasks import RULES
 from manualpar.core.modes.global_arrays import GlobalArrays
 from manualpar.core.modes.manual import Manual
 from manualpar.core.program.program import Program
 from manualpar.core.program.step import Step
+from manualpar.training import experiment
 
 TINY = {
     "number": -1,
@@ -57,8 +60,91 @@ def test_a_program_is_drawn_from_its_number_alone():
     assert [row["tx"] for row in rows[:4]] == [rows[0]["tx"]] * 4
 
 
+OWN = ("loss: ", "sown: ", "skipped by: ", "qwix: ", "threads", "elastic")
+
+
+def test_later_programs_have_what_was_found_by_hand(devices8):
+    rows = [draw(number) for number in range(FOUND, FOUND + 1200)]
+    assert rows == json.loads(json.dumps(rows))
+    has = [{x for x in features_of(row) if x.startswith(OWN)} for row in rows]
+    about_batch = {
+        f"loss: {name}" for name in ("mean", "masked", "weights", "fractions", "coupled")
+    }
+    assert all(each - about_batch for each in has)
+    assert set().union(*has) >= about_batch | {
+        *(
+            f"loss: {name}"
+            for name in ("terms", "scalar", "learned", "learned pair", "of a module")
+        ),
+        *(f"sown: {name}" for name in ("tuple", "reduced", "beside")),
+        *(f"skipped by: {name}" for name in ("random", "data", "index", "lax", "nnx")),
+        *(f"qwix: {name}" for name in RULES),
+        *("threads", "elastic"),
+    }
+
+
 def test_a_program_that_is_right_is_exact(devices8, shared):
     assert run(TINY, shared) == ("exact", "")
+
+
+NEW = {
+    "sown terms": {
+        "form": "terms",
+        "has_metrics": True,
+        "loss": "fractions",
+        "loss_extras": {"decay": 0.01, "z": True, "rare": True},
+        "fields": TINY["fields"] | {"scan": True, "sown": "beside", "drop": "data"},
+    },
+    "learned": {
+        "form": "learned",
+        "has_metrics": False,
+        "fields": TINY["fields"] | {"drop": "index", "branch": "nested"},
+    },
+    "scalar": {
+        "model": "nnx_mlp",
+        "form": "scalar",
+        "by_model": True,
+        "loss": "mean",
+        "fields": TINY["fields"] | {"sown": "", "drop": "nnx"},
+    },
+    "random": {"fields": TINY["fields"] | {"scan": True, "drop": "random", "dropout": 0.25}},
+    "threads": {
+        "threads": {"strategy": "data_parallel", "mesh": {"data": 2}, "options": {}},
+    },
+    "elastic": {"elastic": 2, "loss": "coupled"},
+    "weights": {"rules": {"kind": "weights int8", "modules": ".*(up|down)"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix reads old names of flax.
+@pytest.mark.parametrize("name", NEW)
+def test_a_later_program_that_is_right_is_exact(devices8, name):
+    if name == "weights":
+        pytest.importorskip("qwix", reason="pip install -e '.[interop]'")
+    assert run(TINY | NEW[name], Shared())[0] == "exact"  # A note may say that bits differ.
+
+
+@pytest.mark.slow
+def test_faults_of_later_programs_are_noticed(devices8, monkeypatch):
+    """Minibatches that grow where they must not, a gradient of terms, and a fault of threads."""
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "combines_examples", lambda program: False)
+        outcome, words = run(TINY | NEW["elastic"], Shared())
+        assert (outcome, words[:9]) == ("wrong", "elastic: ")
+    with monkeypatch.context() as patch:
+        altered(patch, lambda grads: jax.tree.map(lambda g: 1.001 * g, grads))
+        outcome, words = run(TINY | NEW["learned"], Shared())
+        assert (outcome, words[:15]) == ("wrong", "step 0 gradient")
+
+    def in_threads(grads):
+        is_main = threading.current_thread() is threading.main_thread()
+        return grads if is_main else jax.tree.map(lambda g: 2 * g, grads)
+
+    with monkeypatch.context() as patch:
+        altered(patch, in_threads)
+        outcome, words = run(TINY | NEW["threads"], Shared())
+        assert (outcome, words[:9]) == ("wrong", "threads: ")
 
 
 def altered(monkeypatch, alter):

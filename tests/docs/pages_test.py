@@ -1,5 +1,6 @@
 """The pages run, and print what they show."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -78,6 +79,20 @@ def test_pages_name_commands_that_exist():
             path = ROOT / name.rstrip(".").replace(".", "/")
             found = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
             assert found or page.name == "CHANGELOG.md", f"{page.name}: {name}"
+
+
+def test_pages_quote_errors_that_exist():
+    """In bold, with `...` for what differs: **"the batch is ..., expected ..."**."""
+    said = set()
+    for path in (ROOT / "manualpar").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            said.update(x.value for x in parts if isinstance(x, ast.Constant) and x.value)
+    text = "\n".join(x for x in said if isinstance(x, str))
+    quoted = re.findall(r'\*\*"(.+?)"\*\*', (ROOT / "docs" / "questions.md").read_text(), re.DOTALL)
+    assert len(quoted) > 10
+    parts = [x.strip(" ,") for sentence in quoted for x in " ".join(sentence.split()).split("...")]
+    assert not [x for x in parts if x not in text]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ CHAPTERS = {
     "checks.collectives_check": "a check; program_check calls all of them",
     "checks.context_check": "a check; program_check calls all of them",
     "checks.trainable_check": "a check; program_check calls all of them",
+    "core.model.nnx_model": "the library NNX, which registers itself; Linen reads it for bridges",
     "inspect.peak_memory": "a simulation of XLA's allocator, longer than its reader",
     "layers.attention.unchecked": "the only module that may pass check_vma=False",
     "layers.tensor_parallel.plan_calls": "runs the calls of a plan; its reader declares plans",

@@ -175,6 +175,46 @@ def test_a_layer_that_some_devices_skip_trains_as_on_one_device(devices8, is_gpu
     check(Stack(how), builder, shape, options, Stack(how).apply)
 
 
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(WIDTH, name="layer")(x))
+
+
+class DroppedAtRandom(nn.Module):
+    """Skips a layer with dropout at random."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        layer = Noisy(name="noisy")
+        if not train:
+            return layer(x, train)
+        is_kept = jax.random.bernoulli(self.make_rng("dropout"), 0.5)
+        x = nn.cond(is_kept, lambda layer, x: x + layer(x, train), skip, layer, x)
+        return layer(x, train)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_a_layer_that_is_skipped_at_random_draws_the_masks_of_one_device(devices8, strategy):
+    def loss_fn(params, apply_fn, batch, rng):
+        def with_masks(variables, x):
+            return apply_fn(variables, x, train=True, rngs={"dropout": rng})
+
+        return square_loss(params, with_masks, batch, rng)
+
+    builder, shape, options = STRATEGIES[strategy]
+    options = options if strategy == "dp" else {"min_weight_size": 1}
+    mesh, batch, model = make_mesh(shape, devices8[:4]), make_batch(), DroppedAtRandom()
+    program = builder(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch, **options)
+    state = program.init(jax.random.key(0))
+    params, key = jax.device_get(program.whole(state)["params"]), jax.random.split(state.rng)[1]
+    keys = [jax.random.split(jax.random.fold_in(key, device), 1)[0] for device in range(4)]
+    shares = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(4)]
+    losses = [loss_fn(params, model.apply, *pair)[0] for pair in zip(shares, keys, strict=True)]
+    _, metrics = program.train_step(state, batch)
+    np.testing.assert_allclose(metrics["loss"][0] / 16, np.mean(losses), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [x if x in ("dp", "fsdp") else pytest.param(x, marks=pytest.mark.slow) for x in STRATEGIES],

@@ -153,5 +153,6 @@ def test_another_mode_is_the_same_step_or_is_refused(devices8, case, mode):
 def test_every_option_has_a_row():
     rows = {name for case in CASES for name in case.options}
     given = {"mesh", "batch", "mode", "min_weight_size"}  # Every row sets these.
+    given |= {"other_models"}  # Its laws are in `other_models_test`, because a step takes states.
     options = {*ProgramOptions.__annotations__, *REPLICATED_SHARDING}
     assert options - given == rows - {"stage", "replica_axis"}

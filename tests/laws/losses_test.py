@@ -136,6 +136,26 @@ def test_a_loss_is_that_of_one_device(devices8, loss, name):
     np.testing.assert_allclose(sum(means[term] for term in terms), value, rtol=1e-5)
 
 
+class Counting(nn.Module):
+    """A classifier that counts its calls in a variable that a state keeps."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        if self.is_mutable_collection("stats"):
+            calls = self.variable("stats", "calls", lambda: jnp.zeros((), jnp.int32))
+            calls.value += not self.is_initializing()
+        return Classifier()(x, train)
+
+
+def test_learned_counts_of_a_model_that_counts_its_calls(devices8):
+    """Its layers define their gradients, because they are gathered again in the backward pass."""
+    mesh = make_mesh({"data": 2}, devices8[:2])
+    options = {"num_minibatches": 2, **SMALL}
+    module = Counting()
+    program = fsdp(module, keep_gradients(), learned, mesh=mesh, batch=ROWS, **options)
+    check(program, learned, module, ROWS)
+
+
 def text_terms(params, apply_fn, batch, rng):
     """Two terms of a language model, with the counts of its masked and of all its tokens."""
     logits = apply_fn({"params": params}, batch.inputs, train=True, rngs={"dropout": rng})

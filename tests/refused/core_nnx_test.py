@@ -2,13 +2,14 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from manualpar import Batch
+from manualpar import Batch, data_parallel
 from manualpar.core.model.interface import interface_of
 from tests.refused.table import build, check_refused, rows
 from tests.tiny import BATCHES, mean_loss, square_loss
@@ -103,6 +104,19 @@ class Stack(nnx.Module):
         return jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)[0]
 
 
+class NoLazyInit(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.bridge.ToNNX(nn.Dense(5), rngs=rngs)
+        self.head = nnx.Linear(5, 5, rngs=rngs)
+
+    def __call__(self, x, train=False):
+        return self.head(self.inner(x))
+
+
+def weight_norm(rngs):
+    return nnx.WeightNorm(nnx.Linear(12, 5, rngs=rngs), rngs=rngs)
+
+
 def make_number(rngs):
     return 3
 
@@ -151,6 +165,8 @@ REFUSED = [
         (lambda: 3, TypeError, r"expected an instance of a flax.linen.Module, or an nnx.Module"),
         (Lazy, r"makes a new variable 'seen' of type BatchStat.*__init__"),
         (Setting, r"parameter 'scale' is set when the model is called"),
+        (NoLazyInit, r"in an nnx.bridge.ToNNX has no variables .*lazy_init\(jnp.ones"),
+        (weight_norm, r"'layer_instance/kernel' is set when .*nnx.WeightNorm.* w / norm\(w\)"),
         (Peeking, r"would be sharded, but they .* NNX by param\["),
         (Reshaping, r"'scale' of shape \(12, 12\) is read as .* shape \(144,\)"),
         (Drawing, r"random stream 'noise/default' draws numbers and has no key"),
@@ -159,6 +175,12 @@ REFUSED = [
             functools.partial(nnx.BatchNorm, 12, axis_name="batch"),
             "a layer or a collective reduces over a mesh axis 'batch', but the mesh has",
         ),
+    ),
+    *rows(
+        "a model under data_parallel",
+        lambda model: build(model, data_parallel, loss=mean_loss, axes={"data": 4}),
+        (Setting, r"parameter 'scale' is set when the model is called"),
+        (weight_norm, r"'layer_instance/kernel' is set when the model is called"),
     ),
     *rows(
         "a call",

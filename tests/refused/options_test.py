@@ -1,11 +1,13 @@
 """Wrong values of builders' options, and options that cannot be combined."""
 
+import functools
+
 import optax
 import pytest
 
-from manualpar import Pipeline, abstract_mesh, data_parallel, hsdp, zero
+from manualpar import Pipeline, abstract_mesh, data_parallel, diloco, fsdp, hsdp, zero
 from tests.refused.table import build, check_refused, rows
-from tests.tiny import Classifier, loss_fn
+from tests.tiny import BATCHES, Classifier, loss_fn
 
 TWO = ("data", "node")
 INSIDE = {"replica_mean": "backward"}
@@ -28,11 +30,62 @@ def build_hsdp(options):
     build(builder=hsdp, axes=GROUPS, **options)
 
 
+def build_calling(case):
+    """Builds a program whose loss has an argument `critic`, and calls it if the case says so."""
+    models, calls, options = case
+
+    def loss(params, apply_fn, batch, rng, critic):
+        result = loss_fn(params, apply_fn, batch, rng)
+        return (result[0] + critic(batch.inputs, train=True).mean(), result[1]) if calls else result
+
+    build(loss=loss, other_models=models, **options)
+
+
+def program_elsewhere(**options):
+    return fsdp(
+        Classifier(),
+        optax.sgd(0.1),
+        loss_fn,
+        mesh=abstract_mesh({"data": 4}, 4),
+        batch=BATCHES[0],
+        **options,
+    )
+
+
 def build_regathering(options):
     build(axes={"data": 4, "node": 2}, **{"axis_name": TWO, "regather_axes": ("data",), **options})
 
 
+CRITIC = {"critic": Classifier()}
+REPLICAS = functools.partial(diloco, every=2, outer_tx=optax.sgd(1.0))
 REFUSED = [
+    *rows(
+        "other_models",
+        build_calling,
+        (({"judge": Classifier()}, True, {}), TypeError, r"'judge', expected the name of an arg"),
+        (({"batch": Classifier()}, True, {}), TypeError, r"'batch', expected the name of an arg"),
+        (
+            ({}, True, {}),
+            TypeError,
+            r"loss_fn takes \(params, .*critic\), expected \(params, .*name",
+        ),
+        (([], True, {}), TypeError, r"other_models=\[\], expected a dict of programs or models"),
+        (({"critic": 3}, True, {}), TypeError, r"other_models\['critic'\]: model is 3, expected"),
+        ((CRITIC, False, {}), r"'critic', expected a model with parameters that loss_fn calls"),
+        (({"critic": program_elsewhere()}, True, {}), r"program on the mesh {'data': 4} in mode "),
+        (
+            ({"critic": program_elsewhere(mode="auto")}, True, {"axes": {"data": 4}}),
+            r"in mode 'auto', expected the mesh {'data': 4} .* mode 'manual': both compute",
+        ),
+        (
+            (CRITIC, True, {"pipeline": Pipeline(), "axes": {"data": 4, "stage": 2}}),
+            r"other_models=\['critic'\] with a pipeline, expected none of both, because a stage",
+        ),
+        (
+            (CRITIC, True, {"builder": REPLICAS, "axes": {"replica": 2, "data": 4}}),
+            r"diloco: other_models=\['critic'\], expected none, because each replica",
+        ),
+    ),
     *rows(
         "fsdp",
         build_fsdp,

@@ -70,17 +70,25 @@ class JittedOutsideMesh:
       jitted: The function that `jax.jit` made.
     """
 
-    def __init__(self, jitted: Any) -> None:
-        self.jitted = jitted
+    def __init__(self, jitted: Any, abstract_others: Any = None) -> None:
+        """Wraps a function; `abstract_others` is its third argument in traces, if it has one."""
+        self.jitted, self._abstract_others = jitted, abstract_others
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the jitted function with no mesh set."""
         with no_mesh():
-            return self.jitted(*args)
+            return self.jitted(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.jitted, name)
-        return no_mesh()(value) if name in ("eval_shape", "lower", "trace") else value
+        if name not in ("eval_shape", "lower", "trace"):
+            return value
+        others = (self._abstract_others,) if self._abstract_others else ()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return value(*args, *(others if len(args) == 2 else ()), **kwargs)
+
+        return no_mesh()(call)
 
     def __reduce__(self) -> NoReturn:
         raise cannot_pickle("a program's step")

@@ -5,6 +5,7 @@ other collections to the variables and keeps their updates. In evaluation, `appl
 switches such as `train`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from manualpar.core.trees import Batch, Variables
 # Collections of sown values by their names. Values that a model sows into other collections are
 # recorded, see `sown_values`. The model's caller reads them; a state keeps no update of them.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
+# The collections of the other models that a loss calls, by the models' names, see `OtherModel`.
+OTHER_MODELS = "other_models"
 
 
 def find_carried_collections(
@@ -129,10 +132,11 @@ class CarryingApply:
         if "params" in variables:
             variables = {**variables, "params": self._model_part(variables["params"])}
         requested = _collection_names(mutable)
+        own = {name: tree for name, tree in self.collections.items() if name != OTHER_MODELS}
         # A step replaces overwritten variables by their gradients, so a call may not change them.
-        kept = [name for name in self.collections if name not in (*variables, OVERWRITTEN)]
+        kept = [name for name in own if name not in (*variables, OVERWRITTEN)]
         out, updates, new = self._model.apply_keeping(
-            {**self.collections, **variables},
+            {**own, **variables},
             *args,
             method=method,
             kept=[name for name in kept if name not in SOWN_COLLECTIONS],
@@ -143,6 +147,14 @@ class CarryingApply:
             _check_update(name, self.collections[name], tree)
         self.collections = {**self.collections, **new}
         return out if mutable is False else (out, updates)
+
+    def for_other(self, name: str, model: ModelInterface) -> "CarryingApply":
+        """Returns the `apply` of another model that the loss calls, in the same phase."""
+        return CarryingApply(
+            dataclasses.replace(model, phase=self._model.phase),
+            self.collections.get(OTHER_MODELS, {}).get(name, {}),
+            lambda params: self._model_part({name: params})[name],
+        )
 
 
 def _check_update(name: str, old: Any, new: Any) -> None:

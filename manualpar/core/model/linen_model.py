@@ -20,13 +20,16 @@ fields are replaced:
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
+from flax import nnx
 from flax.errors import InvalidRngError
+from flax.nnx.bridge.variables import NNXMeta
 
 from manualpar.core.model.evaluation import (
     DROPOUT_STREAM,
@@ -38,9 +41,205 @@ from manualpar.core.model.evaluation import (
     signature_of,
 )
 from manualpar.core.model.interface import InitArgs, ModelInterface, register_interface
+from manualpar.core.model.nnx_model import adjust_to_mesh, annotate
 from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.modes.overwritten import overwritten_on_mesh
-from manualpar.core.trees import Batch, Variables
+from manualpar.core.trees import Batch, Variables, path_name
+
+
+@register_interface
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LinenModel(ModelInterface):
+    """The interface of a Linen model.
+
+    Attributes:
+      interceptors: Functions for `nn.intercept_methods`, in calls and in `init`. The last
+        interceptor is nearest to the modules' methods.
+    """
+
+    interceptors: tuple[Callable[..., Any], ...] = ()
+    makes_variables_in_calls: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return repr(self.module)
+
+    @classmethod
+    def wrap(cls, model: Any) -> Self | None:
+        """Returns the interface of a Linen module; `None` for anything else."""
+        return cls(model) if isinstance(model, nn.Module) else None
+
+    @property
+    def apply_fn(self) -> Callable[..., Any]:
+        """The module's `apply`, which equal modules share; `self.apply` if calls change fields."""
+        changed = self.axis_aliases.axes or self.interceptors
+        apply: Callable[..., Any] = self.apply if changed else self.module.apply
+        return apply
+
+    def initial_call(
+        self, batch: Batch, init_args: InitArgs | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments that initialise the module, see `call_arguments.initial_call`."""
+        return initial_call(self.module, batch, init_args)
+
+    def first_call(self, loss_fn: Callable[..., Any], batch: Batch) -> InitArgs | None:
+        """Returns `init_args` that call the module as a loss does, see `first_call`."""
+        return first_call(self.module, loss_fn, batch)
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Calls `module.init` with the interceptors; returns the variables by collection."""
+
+        def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            with replace_fields(context.module, self._bridged(context.module)):
+                return next_fun(*args, **kwargs)
+
+        with nn.intercept_methods(intercept), self._intercepted():
+            return _without_metadata(dict(self.module.init(rngs, *args, **kwargs)))
+
+    def intercepted(self, interceptor: Callable[..., Any]) -> Self:
+        """Returns the same model with `interceptor` added, nearest to the modules' methods."""
+        return dataclasses.replace(self, interceptors=(*self.interceptors, interceptor))
+
+    def annotated(self, path: str, kernel: Any) -> Any:
+        """Returns the kernel of the module at `path` as `init` does: boxed if it is to be split.
+
+        A subclass with a plan for tensor parallelism boxes kernels. This class boxes none.
+        """
+        del path
+        return kernel
+
+    def apply(self, variables: Variables, *args: Any, **kwargs: Any) -> Any:
+        """Calls `module.apply` with fields replaced in every module."""
+        switches, rngs = SWITCHES[self.phase], kwargs.get("rngs")
+        withheld = False
+        if "deterministic" in switches and isinstance(rngs, Mapping):
+            withheld = DROPOUT_STREAM in rngs
+            kwargs["rngs"] = {name: key for name, key in rngs.items() if name != DROPOUT_STREAM}
+
+        with self.calls_on_mesh(withheld=withheld):
+            out = self.module.apply(variables, *args, **kwargs)
+        return out if kwargs.get("mutable", False) is False else (out[0], _without_metadata(out[1]))
+
+    @contextlib.contextmanager
+    def calls_on_mesh(self, *, withheld: bool = False) -> Iterator[None]:
+        """Replaces fields in every module of Linen that is called while the context is open.
+
+        `withheld` says whether the key of the stream `dropout` is withheld, for an error message.
+        """
+        switches = SWITCHES[self.phase]
+
+        def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            module = context.module
+            if context.method_name == "__getattr__":  # Fields are read with it.
+                return next_fun(*args, **kwargs)
+            if switches:
+                signature = inspect.signature(context.orig_method)
+                args, kwargs = overrule(signature, args, kwargs, switches)
+            try:
+                fields = self._fields_on_mesh(module, args) | overwritten_on_mesh(module, args)
+                with replace_fields(module, fields):
+                    return next_fun(*args, **kwargs)
+            except InvalidRngError as error:
+                if not withheld:
+                    raise
+                kind = type(module).__name__
+                raise ValueError(
+                    f"model: {'/'.join(module.path) or kind!r} ({kind}) draws from "
+                    f"rngs[{DROPOUT_STREAM!r}] in evaluation, and has no argument or field that "
+                    f"turns this off; expected one of {', '.join(EVAL_SWITCHES)}. Give the module "
+                    "such an argument. If it is not dropout, let it draw from another stream. Or "
+                    "leave dropout on in evaluation: eval_dropout=True."
+                ) from error
+
+        with nn.intercept_methods(intercept), self._intercepted():
+            yield
+
+    @contextlib.contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for interceptor in self.interceptors:
+                stack.enter_context(nn.intercept_methods(interceptor))
+            yield
+
+    def _fields_on_mesh(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+        """Returns, by name, the fields of a module whose values change in a call on the mesh."""
+        fields: dict[str, Any] = self.axis_aliases.resolve(module)
+        if self.phase != "train":
+            fields |= getattr(module, EVALUATION_FIELDS, {})
+        switches = SWITCHES[self.phase]
+        for name in (field.name for field in dataclasses.fields(module)):
+            value = getattr(module, name, None)
+            if name in switches and isinstance(value, bool):
+                fields[name] = switches[name]
+            elif name.endswith("init") and callable(value):
+                fields[name] = _Unannotated(value)
+        if isinstance(module, nn.Dropout) and args:
+            draw = module.make_rng
+            fields["make_rng"] = lambda *names: key_like(draw(*names), args[0])
+        if isinstance(module, nn.MultiHeadDotProductAttention):
+            fields["attention_fn"] = SplitAttention(module.attention_fn)
+        return fields | self._bridged(module)
+
+    def _bridged(self, module: nn.Module) -> dict[str, Any]:
+        """Replaces what makes the NNX module in a bridge, `nnx.bridge.to_linen`."""
+        if not isinstance(module, nnx.bridge.ToLinen):
+            return {}
+        make = module.nnx_class
+
+        @functools.wraps(make, updated=())
+        def made(*args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+            # A bridge has only the streams of the call, and `init` is called with `params` alone.
+            # Layers such as dropout ask for their stream when they are made, and draw nothing.
+            keys = {name: stream.key[...] for name, stream in rngs.items()} if rngs else {}
+            streams = {"rngs": nnx.Rngs({"default": jax.random.key(0), **keys})} if rngs else {}
+            with nnx.use_eager_sharding(False):  # The program shards the parameters.
+                nnx_module = make(*args, **streams, **kwargs)
+            adjust_to_mesh(nnx_module, self.axis_aliases, self.phase)
+            return nnx_module
+
+        return {"nnx_class": made}
+
+
+def _without_metadata(variables: Any) -> dict[str, Any]:
+    """Replaces variables of a bridge by arrays; parameters that are annotated are in boxes."""
+
+    def strip(path: Any, x: Any) -> Any:
+        if not isinstance(x, NNXMeta):
+            return x
+        name = path_name(path[1:])
+        if path[0].key != "params":
+            return x.value
+        with nnx.use_eager_sharding(False):  # The program shards the parameters.
+            return annotate(x.to_nnx_variable(), name)
+
+    stripped: dict[str, Any] = jax.tree_util.tree_map_with_path(
+        strip, variables, is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata)
+    )
+    return stripped
+
+
+@contextlib.contextmanager
+def replace_fields(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Sets fields of a frozen module to other values while the context is open."""
+    before = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            object.__setattr__(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unannotated:
+    """An initializer without its annotation. Equal wrappers compare equal, as `nn.jit` needs."""
+
+    initializer: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.initializer(*args, **kwargs)
+        return x.value if isinstance(x, nn.Partitioned) else x
+
 
 # -------------------------------------------------------------------------------------------------
 # Makes the arguments for a model's initialisation from a batch.
@@ -161,145 +360,3 @@ def _checked_pair(returned: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             "init_args=lambda batch: ((batch.inputs,), {})."
         )
     return tuple(args), dict(kwargs)
-
-
-# -------------------------------------------------------------------------------------------------
-
-
-@register_interface
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class LinenModel(ModelInterface):
-    """The interface of a Linen model.
-
-    Attributes:
-      interceptors: Functions for `nn.intercept_methods`, in calls and in `init`. The last
-        interceptor is nearest to the modules' methods.
-    """
-
-    interceptors: tuple[Callable[..., Any], ...] = ()
-    makes_variables_in_calls: ClassVar[bool] = True
-
-    def __repr__(self) -> str:
-        return repr(self.module)
-
-    @classmethod
-    def wrap(cls, model: Any) -> Self | None:
-        """Returns the interface of a Linen module; `None` for anything else."""
-        return cls(model) if isinstance(model, nn.Module) else None
-
-    @property
-    def apply_fn(self) -> Callable[..., Any]:
-        """The module's `apply`, which equal modules share; `self.apply` if calls change fields."""
-        changed = self.axis_aliases.axes or self.interceptors
-        apply: Callable[..., Any] = self.apply if changed else self.module.apply
-        return apply
-
-    def initial_call(
-        self, batch: Batch, init_args: InitArgs | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments that initialise the module, see `call_arguments.initial_call`."""
-        return initial_call(self.module, batch, init_args)
-
-    def first_call(self, loss_fn: Callable[..., Any], batch: Batch) -> InitArgs | None:
-        """Returns `init_args` that call the module as a loss does, see `first_call`."""
-        return first_call(self.module, loss_fn, batch)
-
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Calls `module.init` with the interceptors; returns the variables by collection."""
-        with self._intercepted():
-            return dict(self.module.init(rngs, *args, **kwargs))
-
-    def intercepted(self, interceptor: Callable[..., Any]) -> Self:
-        """Returns the same model with `interceptor` added, nearest to the modules' methods."""
-        return dataclasses.replace(self, interceptors=(*self.interceptors, interceptor))
-
-    def annotated(self, path: str, kernel: Any) -> Any:
-        """Returns the kernel of the module at `path` as `init` does: boxed if it is to be split.
-
-        A subclass with a plan for tensor parallelism boxes kernels. This class boxes none.
-        """
-        del path
-        return kernel
-
-    def apply(self, variables: Variables, *args: Any, **kwargs: Any) -> Any:
-        """Calls `module.apply` with fields replaced in every module."""
-        switches, rngs = SWITCHES[self.phase], kwargs.get("rngs")
-        withheld = False
-        if "deterministic" in switches and isinstance(rngs, Mapping):
-            withheld = DROPOUT_STREAM in rngs
-            kwargs["rngs"] = {name: key for name, key in rngs.items() if name != DROPOUT_STREAM}
-
-        def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            module = context.module
-            if switches:
-                signature = inspect.signature(context.orig_method)
-                args, kwargs = overrule(signature, args, kwargs, switches)
-            try:
-                fields = self._fields_on_mesh(module, args) | overwritten_on_mesh(module, args)
-                with replace_fields(module, fields):
-                    return next_fun(*args, **kwargs)
-            except InvalidRngError as error:
-                if not withheld:
-                    raise
-                kind = type(module).__name__
-                raise ValueError(
-                    f"model: {'/'.join(module.path) or kind!r} ({kind}) draws from "
-                    f"rngs[{DROPOUT_STREAM!r}] in evaluation, and has no argument or field that "
-                    f"turns this off; expected one of {', '.join(EVAL_SWITCHES)}. Give the module "
-                    "such an argument. If it is not dropout, let it draw from another stream. Or "
-                    "leave dropout on in evaluation: eval_dropout=True."
-                ) from error
-
-        calls = nn.intercept_methods(intercept)
-        with calls, self._intercepted():
-            return self.module.apply(variables, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def _intercepted(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for interceptor in self.interceptors:
-                stack.enter_context(nn.intercept_methods(interceptor))
-            yield
-
-    def _fields_on_mesh(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Returns, by name, the fields of a module whose values change in a call on the mesh."""
-        fields: dict[str, Any] = self.axis_aliases.resolve(module)
-        if self.phase != "train":
-            fields |= getattr(module, EVALUATION_FIELDS, {})
-        switches = SWITCHES[self.phase]
-        for name in (field.name for field in dataclasses.fields(module)):
-            value = getattr(module, name, None)
-            if name in switches and isinstance(value, bool):
-                fields[name] = switches[name]
-            elif name.endswith("init") and callable(value):
-                fields[name] = _Unannotated(value)
-        if isinstance(module, nn.Dropout) and args:
-            draw = module.make_rng
-            fields["make_rng"] = lambda *names: key_like(draw(*names), args[0])
-        if isinstance(module, nn.MultiHeadDotProductAttention):
-            fields["attention_fn"] = SplitAttention(module.attention_fn)
-        return fields
-
-
-@contextlib.contextmanager
-def replace_fields(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Sets fields of a frozen module to other values while the context is open."""
-    before = {name: getattr(module, name) for name in values}
-    try:
-        for name, value in values.items():
-            object.__setattr__(module, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            object.__setattr__(module, name, value)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unannotated:
-    """An initializer without its annotation. Equal wrappers compare equal, as `nn.jit` needs."""
-
-    initializer: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        x = self.initializer(*args, **kwargs)
-        return x.value if isinstance(x, nn.Partitioned) else x

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.core
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -461,7 +462,7 @@ def _unboxed_in(functions: Sequence[Callable[[], Any]]) -> dict[Any, ArrayBox]:
 
         return unbox_and_record
 
-    with _replaced_unbox(recording):
+    with _replaced_unbox(recording), _drawing_again():
         for function in functions:
             # A new function in each call, because JAX would not trace the same one again.
             jax.eval_shape(lambda function=function: function())
@@ -491,13 +492,46 @@ def _replaced_unbox(replacement: Any) -> contextlib.AbstractContextManager[None]
 def _with_retry(plain: Callable[[], Any], cast: Callable[[], Any], *, at_once: bool = False) -> Any:
     """Calls `plain`, and `cast` if JAX refuses its types; with `at_once`, calls only `cast`."""
     if not at_once:
-        try:
-            return plain()
-        except TypeError as error:
-            has_explicit_axes = bool(jax.sharding.get_abstract_mesh().explicit_axes)
-            if MISMATCH not in str(error) and not (has_explicit_axes and _UNEQUAL in str(error)):
-                raise
+        with _drawing_again() as drawn:
+            try:
+                result = plain()
+            except TypeError as error:
+                has_explicit_axes = bool(jax.sharding.get_abstract_mesh().explicit_axes)
+                is_of_types = MISMATCH in str(error)
+                if not is_of_types and not (has_explicit_axes and _UNEQUAL in str(error)):
+                    raise
+            else:
+                drawn.clear()
+                return result
     return cast()
+
+
+# The counters of a scope of flax, and what they were.
+_Drawn = list[tuple[dict[Any, Any], dict[Any, Any]]]
+
+
+@contextlib.contextmanager
+def _drawing_again() -> Iterator[_Drawn]:
+    """Lets a trace after this context draw the same keys as the traces inside of it.
+
+    A scope of flax counts the keys that it draws, also in a trace that is thrown away. The counters
+    that have changed are in the list, and get their old values when the context ends.
+    """
+    drawn: _Drawn = []
+
+    def counting(_: str, make_rng: Any) -> Any:
+        def make(scope: flax.core.Scope, *args: Any, **kwargs: Any) -> Any:
+            drawn.append((scope.rng_counters, dict(scope.rng_counters)))
+            return make_rng(scope, *args, **kwargs)
+
+        return make
+
+    with replaced_in_thread([(flax.core.Scope, "make_rng")], counting):
+        try:
+            yield drawn
+        finally:
+            for counters, before in reversed(drawn):
+                counters.update(before)
 
 
 def _fixed_point(after: Callable[[Any], Any], carry: Any) -> Any:
@@ -514,7 +548,8 @@ def _fixed_point(after: Callable[[Any], Any], carry: Any) -> Any:
 def _traced_types(function: Callable[..., Any], *args: Any) -> _Types:
     """Traces a function, and returns the types of its result's leaves."""
     found: list[_Types] = []
-    jax.eval_shape(lambda *args: found.append(_types(function(*args))), *args)
+    with _drawing_again():
+        jax.eval_shape(lambda *args: found.append(_types(function(*args))), *args)
     return found[-1]
 
 

@@ -19,19 +19,27 @@ import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import flax.core.spmd
 import flax.linen as nn
+import flax.nnx.bridge.variables
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
 from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.model.evaluation import required
-from manualpar.core.model.interface import ModelInterface, register_interface
+from manualpar.core.model.interface import (
+    AxisAliases,
+    ModelInterface,
+    RunPhase,
+    interface_of,
+    register_interface,
+)
 from manualpar.core.model.loss_function import for_nnx
 from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.parameters.annotations import AxesOrLogicalNames, SplitParameter
@@ -62,7 +70,12 @@ BOX = "manualpar_box"
 
 def path_text(path: Path) -> str:
     """Formats a path in a module: `encoder/kernel`, `layers/0/kernel`."""
-    return "/".join(map(str, path))
+    return "/".join(map(path_key, path))
+
+
+def path_key(part: Any) -> str:
+    """Formats a part of a path; a key of a dict may be a path itself."""
+    return ".".join(map(path_key, part)) if isinstance(part, tuple) else str(part)
 
 
 def annotate(variable: nnx.Variable[Any], path: str) -> Any:
@@ -131,6 +144,64 @@ def gathering_variable(
     return _gathering_type(type(variable)).from_metadata(box.value, metadata)
 
 
+def refusing_set_params(module: nnx.Module) -> contextlib.AbstractContextManager[None]:
+    """Refuses, in this thread, that a call of the module sets a parameter.
+
+    Without it, a parameter that is in no box would have the new value until the end of the call.
+    """
+    paths = {id(x): path_text(path) for path, x in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+
+    def replacement(_: str, old: Callable[..., None]) -> Callable[..., None]:
+        def set_value(variable: nnx.Variable[Any], value: Any, **kwargs: Any) -> None:
+            if isinstance(variable, nnx.Param):
+                _refuse_set(paths.get(id(variable), type(variable).__name__))
+            old(variable, value, **kwargs)
+
+        return set_value
+
+    return replaced_in_thread([(nnx.Variable, "set_value")], replacement)
+
+
+def _refuse_set(path: str) -> NoReturn:
+    raise ValueError(
+        f"model: parameter {path!r} is set when the model is called; expected only the optimizer "
+        "to change parameters. Put values that a call changes into an nnx.Variable of another "
+        "type, such as nnx.BatchStat. In place of a layer that sets the parameters of another "
+        "(nnx.WeightNorm, nnx.SpectralNorm), write one that computes with w / norm(w)."
+    )
+
+
+def boxes_in_linen() -> contextlib.AbstractContextManager[None]:
+    """Makes `nnx.bridge.ToNNX` hand boxes to its Linen module, in this thread.
+
+    So a parameter is gathered where a module of Linen asks for it.
+    """
+
+    def replacement(_: str, convert: Callable[..., Any]) -> Callable[..., Any]:
+        def to_linen(attributes: Any) -> Any:
+            values, others = {}, {}
+            for path, x in nnx.traversals.flatten_mapping(attributes).items():
+                if not isinstance(x, nnx.Variable):
+                    others[path] = x  # Flax refuses it.
+                    continue
+                variable: Any = x
+                is_boxed = isinstance(x, _Gathering)
+                own_type = type(variable).__bases__[1] if is_boxed else type(variable)
+                # Without metadata, because Linen would constrain the shardings of annotations.
+                values[nnx.variable_name_from_type(own_type), *path] = (
+                    variable.get_metadata(BOX).boxed(variable.get_raw_value())
+                    if is_boxed
+                    else variable.get_value()
+                )
+            if others:
+                convert(nnx.traversals.unflatten_mapping(others))
+            return nnx.traversals.unflatten_mapping(values)
+
+        return to_linen
+
+    return replaced_in_thread([(flax.nnx.bridge.variables, "nnx_attrs_to_linen_vars")], replacement)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # `==` would compare the arrays of boxes.
 class _Use:
     """Makes a parameter from its stored array, where a module reads the parameter."""
@@ -144,14 +215,18 @@ class _Use:
 
     def gather(self, stored: Any) -> Any:
         """Returns the parameter, or its slice in the surrounding loops."""
+        module = self.path.rpartition("/")[0]
+        with jax.named_scope(module) if module else contextlib.nullcontext():
+            return self.boxed(stored).unbox()
+
+    def boxed(self, stored: Any) -> Any:
+        """Returns the parameter's box, or the box of its slice in the surrounding loops."""
         box = self.box.replace(value=stored)
         if stored.shape != self.shape:
             # If several dims have the same size, loops may run over any of them. Removes each in
             # turn, so that a probe records all.
             box, *_ = [self._without(box, dims) for dims in self._removed_dims(stored.shape)]
-        module = self.path.rpartition("/")[0]
-        with jax.named_scope(module) if module else contextlib.nullcontext():
-            return box.unbox()
+        return box
 
     def _removed_dims(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Finds the sets of dims whose removal gives the stored array the shape `shape`."""
@@ -201,11 +276,7 @@ class _Gathering:
     def set_value(self: Any, value: Any, **kwargs: Any) -> None:
         """Refuses a new value, because it would be lost at the end of the call."""
         del value, kwargs
-        raise ValueError(
-            f"model: parameter {self.get_metadata(BOX).path!r} is set when the model is called; "
-            "expected only the optimizer to change parameters. Put values that a call changes into "
-            "an nnx.Variable of another type, such as nnx.BatchStat."
-        )
+        _refuse_set(self.get_metadata(BOX).path)
 
     value = property(_read_again, set_value)
 
@@ -362,6 +433,14 @@ def mark_keyless(module: nnx.Module) -> None:
             object.__setattr__(node, "__class__", _KeylessStream)
 
 
+def with_keys(rngs: nnx.Rngs | None) -> nnx.Rngs | None:
+    """Returns the streams that have a key, for a module that draws from all of its streams."""
+    if rngs is None:
+        return None
+    keyed = {name: x for name, x in rngs.items() if not isinstance(x.key, _NoKey)}
+    return rngs if len(keyed) == len(rngs) else nnx.Rngs({k: x.key[...] for k, x in keyed.items()})
+
+
 class SplitDropout(nnx.Dropout):
     """An `nnx.Dropout` whose key differs along the axes over which its input varies."""
 
@@ -384,6 +463,24 @@ def split_dropout(module: nnx.Module) -> None:
         object.__setattr__(module, "__class__", SplitDropout)
     if isinstance(module, nnx.MultiHeadAttention):
         module.attention_fn = SplitAttention(module.attention_fn)
+
+
+def adjust_to_mesh(module: nnx.Module, aliases: AxisAliases, phase: RunPhase) -> None:
+    """Adapts a module to the mesh for one call: its axis names, its dropout, and the run's phase.
+
+    The module may be a part of a Linen model, see `nnx.bridge.to_linen`.
+    """
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.bridge.ToNNX):  # A Linen module, which has no such fields.
+            part.to_nnx__rngs = with_keys(part.to_nnx__rngs)
+            continue
+        for name, value in aliases.resolve(part).items():
+            setattr(part, name, value)
+        split_dropout(part)
+    if phase == "eval_dropout":
+        module.set_attributes(use_running_average=True, raise_if_not_found=False)
+    elif phase == "eval":
+        module.eval()
 
 
 class _KeylessStream(nnx.RngStream):
@@ -434,9 +531,14 @@ class NNXModel(ModelInterface):
     Attributes:
       module: The module with abstract values.
       make: Makes the module from a key.
+      graphdef: The static graph of the module.
+      leaves: The abstract variables and bare arrays of the module, with their paths. (Flax takes
+        an abstract array in a list or a dict of `module` for static.)
     """
 
     make: Callable[[jax.Array], nnx.Module] = dataclasses.field(kw_only=True)
+    graphdef: Any = dataclasses.field(kw_only=True)
+    leaves: tuple[tuple[Path, Any], ...] = dataclasses.field(kw_only=True)
 
     def __repr__(self) -> str:
         return f"NNXModel({type(self.module).__name__})"
@@ -451,6 +553,8 @@ class NNXModel(ModelInterface):
             or a function, the parameters for a key are the parameters of
             `model(rngs=nnx.Rngs(key))`, and no array is materialised before it is sharded.
         """
+        if isinstance(model, nn.Module):
+            return None
         if isinstance(model, nnx.Module):
             make = _make_again(model)
         else:
@@ -461,9 +565,18 @@ class NNXModel(ModelInterface):
             name = getattr(model, "__name__", type(model).__name__)
             _check_takes_rngs_alone(name, parameters)
             make = functools.partial(_construct, model, name)
-        module = nnx.eval_shape(lambda: make(jax.random.key(0)))
-        _check_params(module)
-        return cls(module, make=make)
+        graphdefs: list[Any] = []
+
+        def split() -> nnx.State:
+            graphdef, state = nnx.split(make(jax.random.key(0)))
+            graphdefs.append(graphdef)
+            return state
+
+        state = jax.eval_shape(split)
+        leaves = tuple(nnx.to_flat_state(state))
+        _check_params(leaves)
+        module = nnx.merge(graphdefs[-1], state)
+        return cls(module, make=make, graphdef=graphdefs[-1], leaves=leaves)
 
     @classmethod
     def collections_of(cls, variables: Any) -> Mapping[str, Any] | None:
@@ -537,30 +650,47 @@ class NNXModel(ModelInterface):
         """
         keys = {} if rngs is _NOT_GIVEN or rngs is None else keys_by_stream(rngs)
         module = self._merge(variables, keys)
-        self._adjust_to_mesh(module)
         call = getattr(module, method or "__call__") if not callable(method) else method
         parameters = _parameters_of_call(call)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        known = {collection_of(leaf) for _, leaf in _leaves(self.module)}
+        known = {collection_of(leaf) for _, leaf in self.leaves}
         has_streams = None in known
         if rngs is not _NOT_GIVEN and ("rngs" in parameters or (takes_any and not has_streams)):
             kwargs["rngs"] = None if rngs is None else call_rngs(keys)
         if "train" in kwargs and "train" not in parameters and not takes_any:
             module.train() if kwargs.pop("train") else module.eval()
-        if self.phase == "eval_dropout":
-            module.set_attributes(use_running_average=True, raise_if_not_found=False)
-        elif self.phase == "eval":
-            module.eval()
+        adjust_to_mesh(module, self.axis_aliases, self.phase)
         types = [type_ for name in requested for type_ in _types_named(name)]
         bound = functools.partial(call, module) if callable(method) else call
 
+        bridges = [x for _, x in nnx.iter_modules(module) if isinstance(x, nnx.bridge.ToNNX)]
+
         def run(module: nnx.Module) -> Any:
             del module
+            for bridge in bridges:
+                del bridge.__captures__  # A bridge takes every attribute for a variable of Linen.
             with jax.named_scope(type(self).__name__):  # Flax puts Linen's modules in such scopes.
                 return bound(*args, **kwargs)
 
-        with assigning_tracers():
-            out = nnx.capture(run, *types)(module)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(assigning_tracers())
+            stack.enter_context(refusing_set_params(module))
+            if bridges:
+                linen = interface_of(bridges[0].to_nnx__module)
+                same = {"phase": self.phase, "axis_aliases": self.axis_aliases}
+                stack.enter_context(dataclasses.replace(linen, **same).calls_on_mesh())
+                stack.enter_context(boxes_in_linen())
+            try:
+                out = nnx.capture(run, *types)(module)
+            except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
+                if not bridges:
+                    raise
+                raise ValueError(
+                    "model: a module of Linen in an nnx.bridge.ToNNX has no variables "
+                    f"({str(error).partition(' (http')[0]}), expected them when the NNX module is "
+                    "made. Write in its __init__: nnx.bridge.ToNNX(module, rngs=rngs).lazy_init("
+                    "jnp.ones((1, width)))."
+                ) from error
         out, *states = out if types else (out,)
         made = None if every else frozenset(requested) - known
         own = self._collect_kept(module, made)
@@ -568,19 +698,12 @@ class NNXModel(ModelInterface):
         empty: dict[str, Any] = {name: {} for name in requested if name not in known}
         return out, empty | _by_collection([*own, *captured]), _by_collection(own)
 
-    def _adjust_to_mesh(self, module: nnx.Module) -> None:
-        """Adapts a module to the mesh for one call: its axis names and its dropout."""
-        for _, part in nnx.iter_modules(module):
-            for name, value in self.axis_aliases.resolve(part).items():
-                setattr(part, name, value)
-            split_dropout(part)
-
     def _merge(self, variables: Mapping[str, Any], rngs: Mapping[str, Any]) -> nnx.Module:
         """Makes a new module from variables, with its random streams restarted."""
         streams = stream_keys(self.module, rngs)
         known = {"params"}
         leaves = []
-        for path, leaf in _leaves(self.module):
+        for path, leaf in self.leaves:
             name = collection_of(leaf)
             if name is None:
                 leaves.append((path, stream_variable(leaf, streams[path[:-1]])))
@@ -594,7 +717,7 @@ class NNXModel(ModelInterface):
                 f"model: applied with collections {unknown}, expected only {sorted(known)}, the "
                 f"collections of {type(self.module).__name__}."
             )
-        module = nnx.merge(nnx.graphdef(self.module), nnx.from_flat_state(leaves))
+        module = nnx.merge(self.graphdef, nnx.from_flat_state(leaves))
         mark_keyless(module)
         return module
 
@@ -617,7 +740,7 @@ class NNXModel(ModelInterface):
 
         `made` are the collections in which the call may make variables; `None` for all.
         """
-        before = {path for path, _ in _leaves(self.module)}
+        before = {path for path, _ in self.leaves}
         kept = []
         for path, leaf in _leaves(module):
             name = collection_of(leaf)
@@ -720,9 +843,9 @@ def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Paramete
         )
 
 
-def _check_params(module: nnx.Module) -> None:
+def _check_params(leaves: Iterable[tuple[Path, Any]]) -> None:
     """Refuses parameters that are not arrays or that are references."""
-    for path, leaf in _leaves(module):
+    for path, leaf in leaves:
         if not isinstance(leaf, nnx.Param):
             continue
         if not isinstance(leaf.get_raw_value(), jax.ShapeDtypeStruct):
@@ -757,7 +880,7 @@ def _by_collection(
         if name is not None:
             value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
             boxed = box(leaf, path_text(path)) if box and name == "params" else value
-            values[name, *map(str, path)] = boxed
+            values[name, *map(path_key, path)] = boxed
     collections: dict[str, Any] = unflatten_dict(values)
     return collections
 
@@ -765,7 +888,7 @@ def _by_collection(
 def _find(variables: Mapping[str, Any], collection: str, path: Path) -> Any:
     """Looks up the value at a path of a collection."""
     tree: Any = variables.get(collection, {})
-    for name in map(str, path):
+    for name in map(path_key, path):
         if not isinstance(tree, Mapping) or name not in tree:
             raise ValueError(
                 f"model: applied without the variable {path_text(path)!r} of collection "

@@ -238,6 +238,13 @@ class ProgramOptions(TypedDict, total=False):
         streams of the model use that key too. All values in this batch are zero. If not given, the
         model is called with `batch.inputs`, or as the loss calls it if the batch has none. NNX
         models are not called.
+      other_models: Other models that the loss calls and that are trained elsewhere, by the name of
+        the loss's argument: `{"discriminator": model}`. The loss then gets a function
+        `discriminator(x)`, and a step gets the state of that model, `train_step(state, batch,
+        discriminator=its_state)`. A value is a program, whose placements are used, or a model,
+        which is placed like the program's own: so two programs may name each other. The
+        parameters are gathered like frozen ones, and have no gradient; what a call changes in
+        other collections is lost. Not with `pipeline`, nor in `manualpar.diloco`.
       axis_name: The mesh axis, or tuple of axes, that the batch is split over and that a strategy
         shards over.
       axis_aliases: The mesh axes of axis names in the model's modules: a dict from a module's
@@ -357,6 +364,10 @@ class ProgramOptions(TypedDict, total=False):
         Option(
             expected="a function of the batch that returns the model's (args, kwargs)",
         ),
+    ]
+    other_models: Annotated[
+        Mapping[str, Any],
+        Option({}, expected="a dict of programs or models by the names of the loss's arguments"),
     ]
     axis_name: Annotated[AxisName, Option("data")]
     axis_aliases: Annotated[Mapping[str, AxisName], Option({})]

@@ -7,7 +7,9 @@ collections that it updates, its annotations, and the dims that its loops run ov
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,6 +20,8 @@ from jax.sharding import PartitionSpec
 from manualpar.core.mesh.axes import axes_size, axis_tuple, is_axis_bound
 from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.model.carried_collections import (
+    OTHER_MODELS,
+    SOWN_COLLECTIONS,
     CarryingApply,
     check_shapes_of_collections,
     find_carried_collections,
@@ -267,6 +271,140 @@ class PartOfDevice:
 
 
 # -------------------------------------------------------------------------------------------------
+# Other models that a loss calls, such as the discriminator in the loss of a generator.
+#
+# Each training has its own program, and a step of one program gets the states of the others. In the
+# step, the parameters of another model are frozen parameters under the model's name:
+# `{**params, "discriminator": its_params}`. So they are placed, cast, gathered, and gathered again
+# as frozen parameters are. Its other collections are in the collection `OTHER_MODELS`, by the
+# model's name. A loss gets neither: it gets a function for each model.
+#
+# Invariants: a step returns nothing of another model, so what a call changes in the model's
+# variables (such as `batch_stats`) is lost; a state of the program has no part of another model.
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherModel:
+    """A model that a loss calls beside its own.
+
+    Attributes:
+      interface: The interface of the model.
+      variables: The abstract variables by collection; annotated parameters are in boxes.
+      infos: The tree of its parameters with a `ParameterInfo` at each leaf, if its own program
+        places them; `None` if the program of the loss places them.
+      placements: The tree of its parameters with a `Route` at each leaf, or `None` likewise.
+      sends: How often its own strategy sends a parameter, see `Strategy.sends`, or `None` likewise.
+    """
+
+    interface: ModelInterface
+    variables: Variables
+    infos: Any = None
+    placements: Any = None
+    sends: Callable[..., Any] | None = None
+
+
+class CallOther:
+    """The function with which a loss calls another model: `discriminator(x, train=True)`.
+
+    It takes the arguments of the model's call, and `method`, `rngs` and `mutable` of flax's
+    `apply`. `params` are the model's parameters, sharded ones in boxes.
+    """
+
+    def __init__(self, name: str, apply: CarryingApply, params: Params) -> None:
+        """Binds the model called `name` to its parameters."""
+        self._name, self._apply, self.params = name, apply, params
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model; its parameters have no gradient."""
+        with jax.named_scope(self._name):
+            return self._apply({"params": self.params}, *args, **kwargs)
+
+
+def bind_other_models(
+    loss_fn: LossFn, interface: ModelInterface, others: Mapping[str, OtherModel]
+) -> LossFn:
+    """Makes a loss of four arguments from a loss that also takes a function for each other model.
+
+    The parameters that the result takes contain those of the other models.
+    """
+    if not others:
+        return interface.adapt_loss(loss_fn)
+
+    def loss(params: Any, apply_fn: CarryingApply, batch: Any, rng: jax.Array) -> Any:
+        functions = {
+            name: CallOther(name, apply_fn.for_other(name, other.interface), params[name])
+            for name, other in others.items()
+        }
+        adapted = interface.adapt_loss(functools.partial(loss_fn, **functions))
+        return adapted(without(params, others), apply_fn, batch, rng)
+
+    return loss
+
+
+def without(tree: Any, names: Collection[str]) -> Any:
+    """Returns a tree of parameters without those of the models `names`."""
+    return {name: x for name, x in tree.items() if name not in names} if names else tree
+
+
+class _Finder:
+    """Stands in for another model in a trace of a loss, to find how the loss calls the model.
+
+    Attributes:
+      variables: The abstract variables of the model that its first call makes.
+    """
+
+    def __init__(self, interface: ModelInterface, variables: Variables | None = None) -> None:
+        """Wraps a model; `variables` are its abstract variables if they are known."""
+        self.interface, self._known = interface, variables or {}
+        self.variables: Variables = self._known
+
+    def forget_call(self) -> None:
+        """Forgets the variables that a call has made."""
+        self.variables = self._known
+
+    def __call__(self, *args: Any, rngs: Any = None, mutable: Any = False, **kwargs: Any) -> Any:
+        """Initialises the model with these arguments and calls it, with parameters of zero."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(x, jax.Array) for x in leaves]
+
+        def init(arrays: list[Any]) -> Any:
+            given = iter(arrays)
+            pairs = zip(leaves, is_array, strict=True)
+            args, kwargs = jax.tree.unflatten(
+                structure, [next(given) if y else x for x, y in pairs]
+            )
+            model = self.interface
+            return init_variables(model, jax.random.key(0), None, lambda _: (args, kwargs))
+
+        if not self.variables:
+            arrays = [x for x, y in zip(leaves, is_array, strict=True) if y]
+            abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+            self.variables = jax.eval_shape(init, abstract)
+        variables = self._zeros(varying_axes((args, kwargs)))
+        params = {"params": variables.pop("params", {})}
+        apply = CarryingApply(self.interface, variables)
+        return apply(params, *args, rngs=rngs, mutable=mutable, **kwargs)
+
+    @property
+    def params(self) -> Any:
+        """The parameters, all zero, as the loss reads them from a `CallOther`."""
+        if not self.variables:
+            raise ValueError(
+                "other_models: the loss reads the parameters of a model before it calls the model, "
+                "expected the call first, because the call shows how the model is initialised. Or "
+                "give the program of the model."
+            )
+        return self._zeros(frozenset())["params"]
+
+    def _zeros(self, axes: frozenset[str]) -> dict[str, Any]:
+        def zeros(x: Any) -> Any:
+            return cast_to_varying(jnp.zeros(x.shape, x.dtype), axes)
+
+        made: dict[str, Any] = jax.tree.map(zeros, strip_boxes(self.variables))
+        return made
+
+
+# -------------------------------------------------------------------------------------------------
 # Traces a model's loss as a step will call it, before any parameter is sharded.
 #
 # Each method answers one question with one trace. A trace computes nothing and touches no device.
@@ -293,6 +431,7 @@ class LossTracer:
         *,
         batch_specs: Specs,
         mode: Mode,
+        others: Mapping[str, OtherModel] = types.MappingProxyType({}),
     ) -> None:
         """Describes the parameters, and traces nothing.
 
@@ -300,6 +439,7 @@ class LossTracer:
           variables: The abstract variables by collection; parameters may be in boxes.
           batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
           mode: The mode, which decides who writes the collectives.
+          others: The other models of the loss, whose parameters are among `variables`.
         """
         self._interface, self._loss_fn, self._mode = interface, loss_fn, mode
         self._batch, self._batch_specs = batch, batch_specs
@@ -308,9 +448,16 @@ class LossTracer:
         self.boxed_params: Params = variables["params"]
         self.params: Params = self._variables["params"]
         self.collections: Collections = {}
-        self.describe: Callable[..., Infos] = functools.partial(
+        describe = functools.partial(
             describe_parameters, mesh=mode.mesh, rules=mode.rules, data_axes=mode.data_axes
         )
+        known = {name: other.infos for name, other in others.items() if other.infos is not None}
+
+        def describe_all(params: Params, loop_dims: Any) -> Any:
+            infos = describe(params, loop_dims)
+            return {**infos, **known} if known else infos
+
+        self.describe: Callable[..., Infos] = describe_all
         # Leaves out annotations: they may name dims of loops, which are not known yet.
         unannotated = jax.tree.map(
             lambda x: x if isinstance(x, SplitParameter) else strip_boxes(x),
@@ -458,6 +605,27 @@ class LossTracer:
 
         self._trace(on_device, params)
 
+    def trace_as_on_one_device(self, finders: Sequence[_Finder]) -> None:
+        """Traces the loss of the whole batch without a mesh, so that `finders` see its calls.
+
+        So a model that computes with shards computes with complete parameters. A loss that needs
+        the mesh, for a collective over its axes, is traced on the mesh.
+        """
+
+        def loss(
+            params: Params, collections: Collections, rng: jax.Array, batch: Batch
+        ) -> tuple[()]:
+            apply_fn = CarryingApply(self._interface, collections)
+            call_loss(self._loss_fn, params, apply_fn, batch, rng)
+            return ()
+
+        try:
+            jax.eval_shape(loss, self.params, self.collections, self._key, self._batch)
+        except Exception:  # If the missing mesh is not the cause, the second trace fails too.
+            for finder in finders:
+                finder.forget_call()
+            self.trace_loss(self.params, _as_is)
+
     def _trace(self, on_device: Callable[..., None], params: Params, *, casts: bool = True) -> None:
         """Traces `on_device(params, collections, rng, batch)` as one device of the mesh runs it.
 
@@ -506,7 +674,8 @@ class TracedModel(Summarized):
       sync_collections: How collections that differ between devices are reduced.
       of_parameters: The names of the variables that a step computes from parameters alone.
       sown: The paths of the values that the model sows when it is initialised.
-      variables: The abstract variables that `create_variables` makes.
+      variables: The abstract variables, with those of `others`.
+      others: The other models that the loss calls, by name.
       mode: The mode, which decides who writes the collectives.
       interface: The interface of the model.
       learns_counts: Whether the counts of the loss may depend on parameters.
@@ -526,7 +695,32 @@ class TracedModel(Summarized):
     _eval_phase: RunPhase
     _init: Init
     _loss_fn: LossFn
+    others: Mapping[str, OtherModel] = dataclasses.field(default_factory=dict)
     learns_counts: bool = False
+
+    def own(self, params: Params) -> Any:
+        """Returns a tree like `parameters` without the parameters of the other models."""
+        return without(params, self.others)
+
+    def own_collections(self, collections: Collections) -> Any:
+        """Returns the collections without those of the other models."""
+        return without(collections, (OTHER_MODELS,) if self.others else ())
+
+    @property
+    def own_variables(self) -> dict[str, Any]:
+        """The abstract variables that `create_variables` makes."""
+        collections: dict[str, Any] = self.own_collections(self.variables)
+        return collections | {"params": self.own(self.variables["params"])}
+
+    def with_others(
+        self, params: Params, collections: Collections, others: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Adds the variables of the other models, by name, to parameters and collections."""
+        if not self.others:
+            return params, collections
+        params = {**params, **{name: x["params"] for name, x in others.items()}}
+        rest = {name: without(x, ("params",)) for name, x in others.items()}
+        return params, {**collections, OTHER_MODELS: rest}
 
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """Creates the initial variables by collection: `params`, and collections of the state.
@@ -535,7 +729,7 @@ class TracedModel(Summarized):
         stored.
         """
         variables = strip_boxes(self._init(key))
-        return {name: variables[name] for name in self.variables}
+        return {name: variables[name] for name in self.own_variables}
 
     def train_loss(
         self, params: Any, collections: Any, batch: Any, rng: jax.Array
@@ -614,11 +808,20 @@ def trace_model(
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
     interface = _interface_of(strategy, model, mode, options)
-    loss_fn = interface.adapt_loss(loss_fn)
+    finders = {
+        name: _Finder(x.interface, x.variables)
+        if isinstance(x, OtherModel)
+        else _Finder(_interface_of(f"{strategy}: other_models[{name!r}]", x, mode, options))
+        for name, x in options["other_models"].items()
+    }
+    _check_arguments_of_loss(strategy, loss_fn, finders)
+    finding_loss = interface.adapt_loss(
+        functools.partial(loss_fn, **finders) if finders else loss_fn
+    )
     trainable = tuple(options["trainable"] or interface.trainable)
     init_args = options["init_args"]
     if init_args is None and not hasattr(batch, "inputs"):
-        init_args = interface.first_call(loss_fn, batch)
+        init_args = interface.first_call(finding_loss, batch)
     with recording_sows() as sown:
         init, variables = initialisation(
             interface,
@@ -631,7 +834,8 @@ def trace_model(
     if not jax.tree.leaves(variables["params"]):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {interface!r} has no parameters, {expected}.")
-    tracer = LossTracer(interface, loss_fn, variables, batch, batch_specs=batch_specs, mode=mode)
+    make_tracer = functools.partial(LossTracer, interface, batch_specs=batch_specs, mode=mode)
+    tracer = make_tracer(finding_loss, variables, batch)
 
     def init_with(batch: Any) -> Any:
         return init_variables(interface, jax.random.key(0), batch, init_args)
@@ -647,6 +851,18 @@ def trace_model(
         check_shapes({name: tree for name, tree in variables.items() if name != "params"})
         raise
     check_shapes(tracer.collections)
+    others: dict[str, OtherModel] = {}
+    if finders:
+        tracer.trace_as_on_one_device(tuple(finders.values()))
+        others = _found_models(strategy, options["other_models"], finders, variables["params"])
+        others = {name: _stored_as(stored_dtypes, other) for name, other in others.items()}
+        collections = tracer.collections
+        params = {name: x.variables["params"] for name, x in others.items()}
+        rest = {name: without(x.variables, ("params",)) for name, x in others.items()}
+        union = variables | {"params": {**variables["params"], **params}}
+        bound = bind_other_models(loss_fn, interface, others)
+        tracer = make_tracer(bound, union, batch, others=others)
+        tracer.collections = {**collections, OTHER_MODELS: strip_boxes(rest)}
     tracer.check_model()
     pipeline = options["pipeline"]
     if pipeline and OVERWRITTEN in tracer.collections:
@@ -669,7 +885,12 @@ def trace_model(
     infos = jax.tree.map(
         lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
     )
-    all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
+    for name in others:
+        infos[name] = jax.tree.map(_frozen_info, infos[name])
+        dims = {x.path.removeprefix(f"{name}/"): x.loop_dims for x in jax.tree.leaves(infos[name])}
+        with_dims = dataclasses.replace(others[name].interface, loop_dims=dims)
+        others[name] = dataclasses.replace(others[name], interface=with_dims)
+    all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(without(infos, others))}
     sync = check_sync_collections(strategy, options["sync_collections"], tracer.collections, sown)
     return TracedModel(
         apply_fn=interface.apply_fn,
@@ -684,9 +905,78 @@ def trace_model(
         interface=dataclasses.replace(interface, loop_dims=all_dims),
         _eval_phase="eval_dropout" if options["eval_dropout"] else "eval",
         _init=init,
-        _loss_fn=loss_fn,
+        _loss_fn=bind_other_models(loss_fn, interface, others),
+        others=others,
         mode=mode,
     )
+
+
+def _check_arguments_of_loss(strategy: str, loss_fn: LossFn, models: Collection[str]) -> None:
+    """Refuses a loss with other arguments, and names of models that are none of its arguments."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # A callable without a signature.
+        return
+    takes, named = f"({', '.join(signature.parameters)})", dict.fromkeys(models)
+
+    def fits(number: int) -> bool:
+        try:
+            signature.bind(*range(number), **named)
+        except TypeError:
+            return False
+        return True
+
+    if fits(4) or fits(2):
+        return
+    for name in models:
+        if not any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values()) and (
+            name not in list(signature.parameters)[2:] or name in ("batch", "rng")
+        ):
+            raise TypeError(
+                f"{strategy}: other_models has {name!r}, expected the name of an argument of "
+                f"loss_fn beside its own, which takes {takes}. Give the loss an argument of this "
+                f"name: a function that calls the model, {name}(x)."
+            )
+    raise TypeError(
+        f"{strategy}: loss_fn takes {takes}, expected (params, apply_fn, batch, rng), or (model, "
+        f"batch) for an NNX model{', and ' + ', '.join(models) if models else ''}. If an argument "
+        "is a model that is trained elsewhere, name it in other_models."
+    )
+
+
+def _found_models(
+    strategy: str, given: Mapping[str, Any], finders: Mapping[str, _Finder], params: Params
+) -> dict[str, OtherModel]:
+    """Returns the other models of a loss after a trace with `finders`; refuses unused ones."""
+    models: dict[str, OtherModel] = {}
+    for name, finder in finders.items():
+        if not jax.tree.leaves(finder.variables.get("params", {})):
+            raise ValueError(
+                f"{strategy}: other_models has {name!r}, expected a model with parameters that "
+                "loss_fn calls. Call it in the loss, or leave it out."
+            )
+        if name in params:
+            raise ValueError(
+                f"{strategy}: other_models has {name!r}, but the model has parameters of this name "
+                "too; expected another name, because the paths of all parameters differ."
+            )
+        kept = {k: x for k, x in finder.variables.items() if k not in SOWN_COLLECTIONS}
+        is_placed = isinstance(given[name], OtherModel)
+        models[name] = given[name] if is_placed else OtherModel(finder.interface, kept)
+    return models
+
+
+def _stored_as(stored_dtypes: StoredDtypes, other: OtherModel) -> OtherModel:
+    """Casts the parameters of a model that this program places to its dtype of trained ones."""
+    if other.infos is not None:
+        return other
+    cast = functools.partial(_cast, stored_dtypes, ("*",))
+    params = jax.eval_shape(cast, other.variables["params"])
+    return dataclasses.replace(other, variables={**other.variables, "params": params})
+
+
+def _frozen_info(info: ParameterInfo) -> ParameterInfo:
+    return dataclasses.replace(info, trainable=False)
 
 
 def _part_of_batch(batch: Any, batch_specs: Any, mode: Mode, num_minibatches: int) -> Any:

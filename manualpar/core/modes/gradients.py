@@ -50,7 +50,7 @@ from manualpar.core.parameters.sharded_parameter import (
 )
 from manualpar.core.parameters.trainable import combine
 from manualpar.core.state.metrics import Metrics, StepSums, mean
-from manualpar.core.tracing.jaxprs import without_names
+from manualpar.core.tracing.jaxprs import without_gradients, without_names
 from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 from manualpar.core.trees import Batch, Collections, Grads, Params
 
@@ -231,7 +231,7 @@ def _sum_over_parts(
         invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars],
         debug_info=without_names(closed.jaxpr),
     )
-    jaxpr, are_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    jaxpr, are_read = dce_jaxpr(without_gradients(jaxpr), [True] * len(jaxpr.outvars))
     leaves = [*closed.consts, *jax.tree.leaves((params, collections))]
     before = len(closed.consts) + len(jax.tree.leaves(params))
     number = len(parts[1])

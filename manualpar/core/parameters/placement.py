@@ -486,15 +486,13 @@ def is_inside(path: str, name: str) -> bool:
 
 
 def check_named(
-    builder: str,
-    parameters: Iterable[tuple[ParameterInfo, Placement]],
-    **fields: tuple[str, ...],
+    builder: str, parameters: Iterable[ParameterInfo], **fields: tuple[str, ...]
 ) -> None:
     """Refuses a name in `fields` that is not a parameter or module of the model.
 
     `fields` are options of the builder, such as `replicate=("head",)`.
     """
-    paths = [info.path for info, _ in parameters]
+    paths = [info.path for info in parameters]
     for field, name in ((field, name) for field, names in fields.items() for name in names):
         if not any(is_inside(path, name) for path in paths):
             known = [*paths, *{path.split("/")[0] for path in paths}]

@@ -13,7 +13,7 @@ so their steps do not wait.
 
 import collections
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -62,14 +62,16 @@ class GuardedStep(JittedOutsideMesh):
         mesh: Mesh,
         check_state: Callable[[Any], None] = lambda state: None,
         abstract: TrainState | None = None,
+        abstract_others: Any = None,
     ) -> None:
         """Wraps a step.
 
         Args:
           check_state: Raises an error for a state that does not fit the program.
           abstract: The abstract state with shardings, to place leaves that a user has set.
+          abstract_others: The abstract variables of other models, by name and collection.
         """
-        super().__init__(step)
+        super().__init__(step, abstract_others)
         self.is_limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._name, self._check_state, self._abstract = name, check_state, abstract
         self._is_first = True
@@ -79,8 +81,11 @@ class GuardedStep(JittedOutsideMesh):
         # A weak reference, because a strong reference would keep the state's memory allocated.
         self._known: Any = lambda: None
 
-    def __call__(self, state: Any, batch: Batch) -> Any:
-        """Checks the state and the batch, and calls the step."""
+    def __call__(self, state: Any, batch: Batch, **others: Any) -> Any:
+        """Checks the state and the batch, and calls the step.
+
+        `others` are the states of other models by name, see the option `other_models`.
+        """
         is_state = isinstance(state, TrainState)
         if not is_state or state is not self._known() or is_deleted(state.step):
             check_alive(self._name, state=state)
@@ -89,9 +94,10 @@ class GuardedStep(JittedOutsideMesh):
                 state = _with_placed_leaves(state, self._abstract)
         check_alive(self._name, batch=batch)
         batch = self._on_mesh(batch)
+        more = (self._variables(state, others),) if others or self._abstract_others else ()
         try:
             with no_mesh():
-                out = self.jitted(state, batch)
+                out = self.jitted(state, batch, *more)
         except TypeError:
             shapes_of_batch(f"{self._name}: batch", batch)  # Raises if a leaf is not an array.
             raise
@@ -103,6 +109,46 @@ class GuardedStep(JittedOutsideMesh):
         if self.is_limited:
             self._wait_for_earlier(jax.tree.leaves(metrics)[0])
         return out
+
+    def _variables(self, state: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the variables of other models, by name and collection, from their states."""
+        wanted, variables = self._abstract_others or {}, {}
+        if unknown := others.keys() - wanted.keys():
+            raise TypeError(
+                f"{self._name}: got {sorted(unknown)}, expected {sorted(wanted) or 'no state'} "
+                "beside the state and the batch. Name the models in the option other_models."
+            )
+        for name, abstract in wanted.items():
+            said, given = f"{self._name}: {name}", others.get(name)
+            if isinstance(given, TrainState):
+                given = {"params": given.params, **given.collections}
+            if not isinstance(given, Mapping) or "params" not in given:
+                raise TypeError(
+                    f"{said} is {'not given' if given is None else f'a {type(given).__name__}'}, "
+                    f"expected the state of that model: {self._name}(state, batch, {name}=its_state"
+                    "), or its variables {'params': ...} with the shardings of "
+                    f"program.abstract_others[{name!r}]."
+                )
+            found = {collection: given.get(collection, {}) for collection in abstract}
+            check_alive(self._name, **{name: found})
+            lines = _differences(abstract, found, check_dtype=True)
+            structure: Any = jax.tree.structure(abstract)
+            if lines or structure != jax.tree.structure(found):
+                raise ValueError(
+                    f"{said} does not fit: {'; '.join(list_some(lines or ['another structure']))}. "
+                    "Build its program with the same options (strategy, mesh, min_weight_size), or "
+                    f"give that program in other_models={{{name!r}: program}}."
+                )
+            variables[name] = found
+        own = {id(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)}
+        for name, tree in variables.items():
+            if self._name == "train_step" and any(id(x) in own for x in jax.tree.leaves(tree)):
+                raise ValueError(
+                    f"{self._name}: {name} has arrays of the state itself, expected other arrays, "
+                    "because a train step donates its state. Pass a copy, "
+                    f"{name}=jax.tree.map(jnp.copy, its_state)."
+                )
+        return variables
 
     def _on_mesh(self, batch: Batch) -> Batch:
         """Moves arrays that were put on other devices; refuses integers that become others."""
@@ -206,17 +252,7 @@ def check_state(function: str, abstract: TrainState, state: Any) -> None:
             f"{function}: state is a {type(state).__name__}, expected a state of this program: the "
             "result of program.init or of the last step."
         )
-    wanted = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
-    found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
-    lines = [f"{name} is missing" for name in wanted if name not in found]
-    for name, x in found.items():
-        if name not in wanted:
-            lines.append(f"{name} is not in this program's states")
-        elif np.shape(x) != wanted[name].shape:
-            lines.append(f"{name} has shape {np.shape(x)}, expected {wanted[name].shape}")
-        elif not _has_sharding(x, wanted[name].sharding):
-            got, expected = map(_show_sharding, (x.sharding, wanted[name].sharding))
-            lines.append(f"{name} has sharding {got}, expected {expected}")
+    lines = _differences(abstract, state)
     structure: Any = jax.tree.structure(abstract)
     if not lines and structure != jax.tree.structure(state):
         lines = ["it belongs to another model or optimizer"]
@@ -227,6 +263,24 @@ def check_state(function: str, abstract: TrainState, state: Any) -> None:
             "program.adopt(state), or make a state of any parameters with "
             "program.init_from(params)."
         )
+
+
+def _differences(abstract: Any, tree: Any, *, check_dtype: bool = False) -> list[str]:
+    """Returns a clause for each leaf that is missing, unknown, of another shape or sharding."""
+    wanted = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
+    found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    lines = [f"{name} is missing" for name in wanted if name not in found]
+    for name, x in found.items():
+        if name not in wanted:
+            lines.append(f"{name} is not in this program's states")
+        elif np.shape(x) != wanted[name].shape:
+            lines.append(f"{name} has shape {np.shape(x)}, expected {wanted[name].shape}")
+        elif check_dtype and x.dtype != wanted[name].dtype:
+            lines.append(f"{name} is {x.dtype}, expected {wanted[name].dtype}")
+        elif not _has_sharding(x, wanted[name].sharding):
+            got, expected = map(_show_sharding, (x.sharding, wanted[name].sharding))
+            lines.append(f"{name} has sharding {got}, expected {expected}")
+    return lines
 
 
 def _with_placed_leaves(state: TrainState, abstract: TrainState) -> TrainState:

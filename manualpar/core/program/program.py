@@ -36,7 +36,7 @@ from manualpar.core.model.options import (
     ProgramOptions,
     choose_formats,
 )
-from manualpar.core.model.trace_model import TracedModel, trace_model
+from manualpar.core.model.trace_model import OtherModel, TracedModel, trace_model
 from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
 from manualpar.core.modes.gradients import scanned, unrolled
 from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, memory_of
@@ -54,6 +54,7 @@ from manualpar.core.parameters.placement import (
     param_specs,
     route_parameter,
     state_specs,
+    strip_boxes,
     with_shardings,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
@@ -91,9 +92,10 @@ class InitialState:
         placements: Placements,
         rounding: GradientRounding,
     ) -> None:
+        placements = model.own(placements)
         self._model, self._tx, self._placements, self._rounding = model, tx, placements, rounding
         key = jax.eval_shape(lambda: jax.random.key(0))
-        self.unpadded = jax.eval_shape(self._state, model.variables, key)
+        self.unpadded = jax.eval_shape(self._state, model.own_variables, key)
         opt_placements = like_params(
             self.unpadded.opt_state, self.unpadded.params, placements, Placement(())
         )
@@ -141,8 +143,10 @@ class InitialState:
 class TrainStep(Protocol):
     """A jitted step of training."""
 
-    def __call__(self, state: TrainState, batch: Batch, /) -> tuple[TrainState, Metrics]:
-        """Makes a training step; the state is donated."""
+    def __call__(
+        self, state: TrainState, batch: Batch, /, **others: Any
+    ) -> tuple[TrainState, Metrics]:
+        """Makes a training step; the state is donated. `others` are states of `other_models`."""
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """Traces the step, as `jax.jit` does."""
@@ -154,8 +158,8 @@ class TrainStep(Protocol):
 class EvalStep(Protocol):
     """A jitted step of evaluation."""
 
-    def __call__(self, state: TrainState, batch: Batch, /) -> Metrics:
-        """Computes the metrics of a batch."""
+    def __call__(self, state: TrainState, batch: Batch, /, **others: Any) -> Metrics:
+        """Computes the metrics of a batch. `others` are states of `other_models`."""
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """Traces the step, as `jax.jit` does."""
@@ -174,6 +178,7 @@ class JittedSteps:
       mesh: The mesh over which states and batches are sharded.
       shardings: The state with a sharding at each leaf.
       abstract_state: The state as `jax.ShapeDtypeStruct`s with shardings.
+      abstract_others: The variables of other models likewise, by the models' names.
     """
 
     def __init__(
@@ -182,12 +187,15 @@ class JittedSteps:
         layout: TrainState,
         state: TrainState,
         compiler_options: dict[str, Any] | None,
+        others: tuple[Any, Any] = ({}, {}),
     ) -> None:
         """Decides the shardings.
 
         Args:
           layout: The state with a `PartitionSpec` at each leaf.
           state: The abstract state, without shardings.
+          others: A pair of dicts by the names of `other_models`: the variables with a
+            `PartitionSpec` at each leaf, and the abstract variables without shardings.
         """
         is_explicit = AxisType.Explicit in mesh.axis_types
         axis_type = AxisType.Explicit if is_explicit else AxisType.Auto
@@ -195,6 +203,8 @@ class JittedSteps:
         self._layout, self._compiler_options = layout, compiler_options
         self.shardings = self.shard(layout)
         self.abstract_state: TrainState = with_shardings(state, self.shardings)
+        self._others = self.shard(others[0])
+        self.abstract_others: dict[str, Any] = with_shardings(others[1], self._others)
 
     def shard(self, specs: Specs) -> Any:
         """Returns a sharding for each `PartitionSpec` of a tree."""
@@ -215,7 +225,7 @@ class JittedSteps:
         jitted = self._jit(
             function,
             (self._layout, PartitionSpec()),
-            in_shardings=(self.shardings, None),
+            in_shardings=self._of_arguments,
             out_shardings=(self.shardings, None),
             donate_argnums=0,
             compiler_options=self._compiler_options,
@@ -227,7 +237,7 @@ class JittedSteps:
         jitted = self._jit(
             function,
             PartitionSpec(),
-            in_shardings=(self.shardings, None),
+            in_shardings=self._of_arguments,
             compiler_options=self._compiler_options,
         )
         return cast(EvalStep, self._guard("eval_step", jitted))
@@ -243,6 +253,10 @@ class JittedSteps:
             compiler_options=self._compiler_options,
         )
 
+    @property
+    def _of_arguments(self) -> tuple[Any, ...]:
+        return (self.shardings, None, *((self._others,) if self._others else ()))
+
     def check(self, name: str) -> Callable[[Any], None]:
         """Returns a function that refuses a state that does not fit; errors begin with `name`."""
         return functools.partial(check_state, name, self.abstract_state)
@@ -254,9 +268,17 @@ class JittedSteps:
         return JittedOutsideMesh(jax.jit(on_auto, **options))
 
     def _guard(self, name: str, step: JittedOutsideMesh) -> Any:
+        step = JittedOutsideMesh(step.jitted, self.abstract_others)
         if isinstance(self.mesh, AbstractMesh):  # Such a step can only be traced.
             return step
-        return GuardedStep(name, step.jitted, self.mesh, self.check(name), self.abstract_state)
+        return GuardedStep(
+            name,
+            step.jitted,
+            self.mesh,
+            self.check(name),
+            self.abstract_state,
+            abstract_others=self.abstract_others,
+        )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -339,6 +361,8 @@ class Program(Summarized):
       unpadded_state: The abstract state without padding and shardings, as on one device.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
         shardings.
+      abstract_others: The variables of `other_models`, by name, as `jax.ShapeDtypeStruct`s with
+        shardings; `{}` if there are none.
       batch_sharding: The sharding of a batch's leaves: the leading dimension is split over the
         data axes. `jax.device_put(batch, program.batch_sharding)` shards a batch. A batch with
         another sharding is copied to other devices in every step. A batch that has scalars needs
@@ -350,9 +374,11 @@ class Program(Summarized):
         replaces the arguments of this call. (Without `jit` the last bit may be rounded
         differently.) No device ever holds more than its shards.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
-        use the returned state. Metrics are `(sum, count)` pairs over the global batch, the same on
-        all devices. With the option `nonfinite="skip"`, a step that is skipped changes only the
-        state's step number and key, see `ProgramOptions`.
+        use the returned state. With `other_models` a step also takes their states by name,
+        `train_step(state, batch, critic=its_state)`, which are not donated. Metrics are `(sum,
+        count)` pairs over the global batch, the same on all devices. With the option
+        `nonfinite="skip"`, a step that is skipped changes only the state's step number and key, see
+        `ProgramOptions`.
       eval_step: `eval_step(state, batch) -> metrics`, jitted. The step calls the same loss function
         with training turned off.
       step: The functions that `train_step` and `eval_step` jit, with the model, the loss and the
@@ -381,6 +407,7 @@ class Program(Summarized):
     eval_step: EvalStep
     step: Step
     outer: OuterSteps | None = None
+    abstract_others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def whole_state(self) -> TrainState:
@@ -421,7 +448,7 @@ class Program(Summarized):
     @property
     def placements(self) -> Any:
         """The tree of parameters with a `Route` at each leaf."""
-        return self.step.placements
+        return self.model.own(self.step.placements)
 
     @property
     def pipeline(self) -> Pipelined | None:
@@ -570,6 +597,7 @@ def _design(
     _check_arguments(name, tx, loss_fn, options["mesh"], (*roles.data_axes, *roles.stage_axes))
     if pipeline:
         pipeline.check(strategy, options)
+    options = {**options, "other_models": _other_models(name, options)}
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
@@ -611,6 +639,9 @@ def _design(
     if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(route, traced_model.parameters)
+    for key, other in traced_model.others.items():
+        if other.placements is not None:
+            placements[key] = other.placements
     num_minibatches = options["num_minibatches"]
     leaves = trained(traced_model.parameters), trained(placements)
     rounding = gradient_rounding(strategy, *leaves, mode=mode, options=options)
@@ -621,7 +652,12 @@ def _design(
         mode=mode,
         roles=roles,
         placements=placements,
-        update=Update(mode, trained(placements), states.opt_padding, options["norm_metrics"]),
+        update=Update(
+            mode,
+            trained(traced_model.own(placements)),
+            states.opt_padding,
+            options["norm_metrics"],
+        ),
         num_minibatches=num_minibatches,
         schedule=scanned if options["use_scan"] else unrolled,
         pipeline=pipeline.on_mesh(mesh, strategy, placements, num_minibatches)
@@ -636,10 +672,12 @@ def _design(
 def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOptions) -> Program:
     """Jits the functions of a step and makes a program of them."""
     compiler_options = dict(options["compiler_options"]) or None
-    jitted = JittedSteps(options["mesh"], states.layout, states.padded, compiler_options)
+    others = _layout_of_others(step)
+    jitted = JittedSteps(options["mesh"], states.layout, states.padded, compiler_options, others)
     loops = _layer_loops(step, jitted, options["remat"])
     step = dataclasses.replace(step, loops=loops)
-    infos, placements = map(jax.tree.leaves, (step.model.parameters, step.placements))
+    trees = map(step.model.own, (step.model.parameters, step.placements))
+    infos, placements = map(jax.tree.leaves, trees)
     return Program(
         strategy=step.strategy,
         mode=step.mode.name,
@@ -658,7 +696,78 @@ def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOp
         train_step=jitted.jit_train_step(step.train),
         eval_step=jitted.jit_eval_step(step.evaluate),
         step=step,
+        abstract_others=jitted.abstract_others,
     )
+
+
+def _other_models(name: str, options: ProgramOptions) -> dict[str, Any]:
+    """Returns the option `other_models`, with programs replaced by their models and placements."""
+    given = options["other_models"]
+    if given and options["pipeline"]:
+        raise ValueError(
+            f"{name}: other_models={sorted(given)} with a pipeline, expected none of both, because "
+            "a stage has only some layers of the loss. Build the program without pipeline=, or "
+            "compute the other model's part in a step before, and put the result into the batch."
+        )
+    models = {}
+    for key, value in given.items():
+        if not isinstance(value, Program):
+            models[key] = value
+            continue
+        said = f"{name}: other_models[{key!r}] is a program"
+        if value.outer is not None or value.pipeline is not None:
+            kind = "diloco" if value.outer is not None else "with a pipeline"
+            raise ValueError(
+                f"{said} {kind}, expected one without, because its parameters are not in one "
+                "place. Give the model instead, and call adopt of a plain program."
+            )
+        is_same = (value.mesh, value.mode) == (
+            with_axis_types(options["mesh"], value.mesh.axis_types[0]),
+            options["mode"],
+        )
+        if not is_same:
+            raise ValueError(
+                f"{said} on the mesh {dict(value.mesh.shape)} in mode {value.mode!r}, expected the "
+                f"mesh {dict(options['mesh'].shape)} with the same devices and mode "
+                f"{options['mode']!r}: both compute in one step. Build both with the same mesh and "
+                "mode."
+            )
+        models[key] = _as_other_model(key, value)
+    return models
+
+
+def _as_other_model(name: str, program: Program) -> OtherModel:
+    """Returns the model of a program with its placements, frozen."""
+    unpadded = program.unpadded_state
+
+    def describe(info: ParameterInfo) -> ParameterInfo:
+        return dataclasses.replace(info, path=f"{name}/{info.path}", trainable=False)
+
+    def freeze(place: Route) -> Route:
+        return dataclasses.replace(place, trainable=False)
+
+    return OtherModel(
+        dataclasses.replace(program.model.interface, loop_dims=None),
+        {"params": unpadded.params, **unpadded.collections},
+        jax.tree.map(describe, program.model.own(program.model.parameters)),
+        jax.tree.map(freeze, program.placements),
+        program.strategy.sends,
+    )
+
+
+def _layout_of_others(step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the specs and the abstract variables of the other models of a step, by name."""
+
+    def pad(place: Placement, x: Any) -> Any:
+        return jax.eval_shape(lambda x: pad_leaf(x, place.parameter_padding), x)
+
+    layouts, variables = {}, {}
+    for name, other in step.model.others.items():
+        places, tree = step.placements[name], strip_boxes(dict(other.variables))
+        variables[name] = tree | {"params": jax.tree.map(pad, places, tree["params"])}
+        layout = jax.tree.map(lambda _: PartitionSpec(), variables[name])
+        layouts[name] = layout | {"params": param_specs(places)}
+    return layouts, variables
 
 
 def _layer_loops(step: Step, jitted: JittedSteps, option: Remat) -> LayerLoops:

@@ -17,7 +17,8 @@ The mode implements these operations: box, scatter, reduce and others. The defau
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -76,47 +77,9 @@ from manualpar.core.trees import (
     path_name,
 )
 
-# -------------------------------------------------------------------------------------------------
-# Checks whether the loss and the gradients of a step are finite.
-
-
-def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:
-    """Returns whether a gradient is not finite; checks each element, because a norm may overflow.
-
-    Args:
-      grads: A tree of gradients without boxes. They must be summed and cast already, because the
-        sum and the cast may overflow. Integers and empty arrays are finite.
-
-    Returns:
-      `float32[]`, 1 if a gradient is not finite, else 0. Inside `shard_map`, devices along
-      `axis_names` may have different results, which `sync_metrics` can sum.
-
-    Communication:
-      One all-reduce of 4 bytes over the axes not in `axis_names` over which gradients vary.
-    """
-    with jax.named_scope(NONFINITE_SCOPE):
-        found = [~jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
-        flag = jnp.stack([jnp.zeros((), bool), *found]).any().astype(jnp.float32)
-        others = tuple(sorted(varying_axes(flag) - set(axis_tuple(axis_names))))
-        return jnp.minimum(jax.lax.psum(flag, others), 1) if others else flag
-
-
-def is_finite(sums: StepSums) -> jax.Array:
-    """Returns whether the loss and all gradients of a step are finite, `bool[]`.
-
-    `sums` are summed over all devices, so all devices get the same result. `sums.nonfinite` is the
-    pair of the sum of `find_nonfinite` and the number of devices.
-    """
-    assert sums.nonfinite is not None
-    means = jnp.stack([sums.loss, mean(sums.metrics["loss"])])
-    return (sums.nonfinite[0] == 0) & jnp.isfinite(means).all()
-
-
-# -------------------------------------------------------------------------------------------------
-
-
 # What a step carries to the next one, beside parameters and the optimizer's state.
 Carried: TypeAlias = tuple[Collections, PerDevice]
+_NO_OTHERS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -151,27 +114,38 @@ class Step(Summarized):
     rounding: GradientRounding = dataclasses.field(default_factory=GradientRounding)
     loops: LayerLoops = dataclasses.field(default_factory=LayerLoops)
 
-    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Makes one training step; returns the new state and the metrics of the batch."""
+    def train(
+        self, state: TrainState, batch: Batch, others: Mapping[str, Any] = _NO_OTHERS
+    ) -> tuple[TrainState, Metrics]:
+        """Makes one training step; returns the new state and the metrics of the batch.
+
+        `others` are the variables of the model's `others` by name, each by collection.
+        """
         check_batch("batch", batch, self.mode.mesh, self.roles)
         rng, key = jax.random.split(state.rng)
-        carried = state.collections, state.local
+        own = self.model.own
+        all_params, collections = self.model.with_others(state.params, state.collections, others)
+        carried = collections, state.local
         gradients = self.gradients(batch)
-        grads, sums, (collections, per_device) = gradients(state.params, carried, key, batch)
-        collections = self._compute_from_parameters(state, collections, key, batch)
-        new = collections, per_device
+        grads, sums, (updated, per_device) = gradients(all_params, carried, key, batch)
+        updated = self._compute_from_parameters(all_params, collections, updated, key, batch)
+        new = updated, per_device
         metrics = dict(sums.metrics) | self._uneven(sums)
         is_applied, (collections, per_device) = self._check_finite(sums, metrics, new, carried)
-        params, frozen = partition(self.placements, state.params)
+        params, frozen = partition(self.placements, all_params)
+        frozen_others = {name: frozen[name] for name in self.model.others}
+        params, frozen = own(params), own(frozen)
 
         def value_and_grad(params: Params) -> tuple[jax.Array, Grads]:
-            grads, sums, _ = gradients(combine((params, frozen)), carried, key, batch)
-            return sums.loss, grads
+            params = combine((params, frozen))
+            params = {**params, **frozen_others} if frozen_others else params
+            grads, sums, _ = gradients(params, carried, key, batch)
+            return sums.loss, own(grads)
 
         params, opt_state, norms = self.update(
             state.tx,
             params,
-            grads,
+            own(grads),
             opt_state=state.opt_state,
             value=sums.loss,
             value_and_grad=value_and_grad,
@@ -183,22 +157,26 @@ class Step(Summarized):
             params=combine((params, frozen)),
             opt_state=opt_state,
             rng=rng,
-            collections=collections,
+            collections=self.model.own_collections(collections),
             local=per_device,
         )
         return state, metrics
 
-    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+    def evaluate(
+        self, state: TrainState, batch: Batch, others: Mapping[str, Any] = _NO_OTHERS
+    ) -> Metrics:
         """Returns the metrics of the batch with training turned off; the state does not change."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
-        return self._metrics(self.model.eval_metrics, state, batch)
+        return self._metrics(self.model.eval_metrics, state, batch, others)
 
     @property
     def checks_loss(self) -> bool:
         """Whether a trace of `train` already checks the loss, so that `loss_only` is not traced."""
         return self._regathers and self.strategy.gather_every == "minibatch"
 
-    def loss_only(self, state: TrainState, batch: Batch) -> Metrics:
+    def loss_only(
+        self, state: TrainState, batch: Batch, others: Mapping[str, Any] = _NO_OTHERS
+    ) -> Metrics:
         """Calls the loss on one minibatch as `train` does, but without derivatives.
 
         Only the checks of a program trace this function.
@@ -213,7 +191,7 @@ class Step(Summarized):
                 batch = jax.tree.map(lambda x: x[0], minibatches)
             return self.model.train_loss(boxes, collections, batch, rng)[1]
 
-        return self._metrics(first_minibatch, state, batch)
+        return self._metrics(first_minibatch, state, batch, others)
 
     def gradients(
         self, batch: Batch
@@ -384,7 +362,13 @@ class Step(Summarized):
         boxes = self._map(self.mode.box, params)
         return boxes if self.pipeline is None else self.pipeline.exchange_layers(boxes)
 
-    def _metrics(self, measure: Callable[..., Metrics], state: TrainState, batch: Batch) -> Metrics:
+    def _metrics(
+        self,
+        measure: Callable[..., Metrics],
+        state: TrainState,
+        batch: Batch,
+        others: Mapping[str, Any],
+    ) -> Metrics:
         """Runs `measure(boxes, collections, batch, rng)` on each device; sums its metrics."""
 
         def on_device(
@@ -397,11 +381,17 @@ class Step(Summarized):
             )
 
         on_mesh = self._on_mesh(on_device, batch, PartitionSpec())
-        metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
+        params, collections = self.model.with_others(state.params, state.collections, others)
+        metrics: Metrics = on_mesh(params, collections, state.rng, batch)
         return metrics
 
     def _compute_from_parameters(
-        self, state: TrainState, collections: Collections, key: jax.Array, batch: Batch
+        self,
+        params: Params,
+        before: Collections,
+        collections: Collections,
+        key: jax.Array,
+        batch: Batch,
     ) -> Collections:
         """Computes the variables that depend on parameters alone, such as a teacher's average.
 
@@ -447,9 +437,9 @@ class Step(Summarized):
         specs = (param_specs(places), replicated, replicated, self.roles.batch_specs(batch))
         run = self.mode.run(on_device, in_specs=specs, out_specs=replicated)
         params = jax.tree.map(
-            lambda place, x: unpad_leaf(x, place.parameter_padding), self.placements, state.params
+            lambda place, x: unpad_leaf(x, place.parameter_padding), self.placements, params
         )
-        return put(collections, run_needed(run, params, state.collections, key, batch))
+        return put(collections, run_needed(run, params, before, key, batch))
 
     def _check_finite(
         self, sums: StepSums, metrics: Metrics, new: Carried, carried: Carried
@@ -555,3 +545,39 @@ def check_derivatives(name: str, jaxpr: Jaxpr) -> None:
         if "custom_vjp" not in eqn.primitive.name:
             for _, inner in inner_jaxprs(eqn):
                 check_derivatives(name, inner)
+
+
+# -------------------------------------------------------------------------------------------------
+# Checks whether the loss and the gradients of a step are finite.
+
+
+def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:
+    """Returns whether a gradient is not finite; checks each element, because a norm may overflow.
+
+    Args:
+      grads: A tree of gradients without boxes. They must be summed and cast already, because the
+        sum and the cast may overflow. Integers and empty arrays are finite.
+
+    Returns:
+      `float32[]`, 1 if a gradient is not finite, else 0. Inside `shard_map`, devices along
+      `axis_names` may have different results, which `sync_metrics` can sum.
+
+    Communication:
+      One all-reduce of 4 bytes over the axes not in `axis_names` over which gradients vary.
+    """
+    with jax.named_scope(NONFINITE_SCOPE):
+        found = [~jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
+        flag = jnp.stack([jnp.zeros((), bool), *found]).any().astype(jnp.float32)
+        others = tuple(sorted(varying_axes(flag) - set(axis_tuple(axis_names))))
+        return jnp.minimum(jax.lax.psum(flag, others), 1) if others else flag
+
+
+def is_finite(sums: StepSums) -> jax.Array:
+    """Returns whether the loss and all gradients of a step are finite, `bool[]`.
+
+    `sums` are summed over all devices, so all devices get the same result. `sums.nonfinite` is the
+    pair of the sum of `find_nonfinite` and the number of devices.
+    """
+    assert sums.nonfinite is not None
+    means = jnp.stack([sums.loss, mean(sums.metrics["loss"])])
+    return (sums.nonfinite[0] == 0) & jnp.isfinite(means).all()

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core.primitives import closed_call_p, custom_vjp_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
 
 CALLS = frozenset({"jit", "pjit"})
@@ -54,6 +55,23 @@ def expanded(eqn: Any) -> ClosedJaxpr:
             "expected a composite primitive of jax without one. In the model, write the operations "
             "of the primitive in its place."
         ) from error
+
+
+def without_gradients(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a program whose functions with gradients of their own are ordinary functions.
+
+    JAX finds no operations without use in a function that defines its gradient, so all of its
+    results seem to depend on all of its arguments.
+    """
+
+    def ordinary(eqn: Any) -> Any:
+        if eqn.primitive is not custom_vjp_call_p:
+            return eqn
+        inner = eqn.params["call_jaxpr"]
+        inner = inner.replace(jaxpr=without_gradients(inner.jaxpr))
+        return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": inner})
+
+    return jaxpr.replace(eqns=[ordinary(eqn) for eqn in jaxpr.eqns])
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:

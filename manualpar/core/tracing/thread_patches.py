@@ -2,7 +2,7 @@
 
 Other threads keep the old functions. Contexts of several threads may overlap in any order.
 
-Three things need such a replacement, because no hook of JAX or flax reaches them:
+These need such a replacement, because no hook of JAX or flax reaches them:
 
 - `jax.lax.scan`, `while_loop`, `fori_loop`, `cond` and `switch`, see `varying_loops`. All five need
   it, in JAX 0.10 and in 0.12. JAX refuses their types while it traces them, so there is no jaxpr
@@ -10,6 +10,9 @@ Three things need such a replacement, because no hook of JAX or flax reaches the
   gathers read the types while they are traced.
 - `nnx.Variable.__setitem__`, see `nnx.streams`. A model may assign to variables of any type, and to
   those that it makes itself, so a subclass of one type is not enough. Only JAX 0.10 needs it.
+- `nnx.Variable.set_value`, see `refusing_set_params`: a call may set a parameter of any type.
+- The function with which `nnx.bridge.ToNNX` makes variables of Linen, see `boxes_in_linen`. Flax
+  calls it by its name, and a bridge has no hook.
 - JAX's checks of cuDNN, see `planner.traced_kernels`.
 """
 

@@ -253,6 +253,12 @@ def build_diloco(
 ) -> Program:
     """Builds DiLoCo around one replica's program `inner`; `batch` is the abstract global batch."""
     name = "diloco"
+    if inner.abstract_others:
+        raise ValueError(
+            f"{name}: other_models={sorted(inner.abstract_others)}, expected none, because each "
+            "replica would need its own copy of the other model. Use data_parallel, zero, fsdp or "
+            "hsdp."
+        )
     typed_mesh, mesh = cast(Mesh, mesh), cast(Mesh, with_axis_types(mesh, AxisType.Auto))
     roles = inner.roles
     first, *others = roles.batch_dims.items()

@@ -115,6 +115,46 @@ def test_an_instance_gives_its_values(devices8):
     chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(expected))
 
 
+class Tables(nnx.Module):
+    """Has arrays in dicts and lists, by names and by paths, and counts its calls in one of them."""
+
+    def __init__(self, rngs):
+        self.head = nnx.Linear(12, 5, rngs=rngs)
+        self.scales = nnx.data({("head", "kernel"): jnp.full((12,), 2.0)})
+        self.tables = nnx.data({"shift": jnp.arange(12.0), "more": [jnp.ones(12), np.ones(12)]})
+        self.counts = nnx.data([jnp.zeros(())])
+
+    def __call__(self, x):
+        self.counts[0] = self.counts[0] + 1
+        x = x * self.scales["head", "kernel"][None] + self.tables["shift"][None]
+        return self.head(x + self.tables["more"][0][None] * self.tables["more"][1][None])
+
+
+@pytest.mark.parametrize("as_class", [True, False], ids=["class", "instance"])
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("dp", marks=pytest.mark.slow)])
+def test_arrays_in_lists_and_dicts_belong_to_a_model(devices8, tmp_path, name, as_class):
+    given = Tables if as_class else Tables(nnx.Rngs(3))
+    program = build(name, devices8, model=given, tx=optax.sgd(0.1))
+    state = program.init(jax.random.key(0))
+    plain = Tables(nnx.Rngs(3))
+    nnx.update(plain, jax.device_get(program.whole(state)["params"]))
+    value, grads = nnx.value_and_grad(
+        lambda model: loss_fn({}, lambda _, x, **kwargs: model(x), BATCHES[0], None)[0]
+    )(plain)
+    before = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
+    state, metrics = program.train_step(state, BATCHES[0])
+    np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], value, rtol=1e-5)
+    found = jax.device_get(program.whole(state))
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, nnx.to_pure_dict(grads))
+    chex.assert_trees_all_close(found["params"], expected, rtol=1e-4, atol=1e-6)
+    assert found["constants"]["counts"]["0"] == 1
+    assert found["constants"]["scales"].keys() == {"head.kernel"}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program, state, step=1)
+        restored = checkpoints.restore(program, report=print).state
+    chex.assert_trees_all_equal(jax.device_get(program.whole(restored)), found)
+
+
 @pytest.mark.parametrize(
     "model",
     [
