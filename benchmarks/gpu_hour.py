@@ -9,9 +9,9 @@ plain jit and PyTorch, the ways to keep less for the backward pass, and then att
 float8, Muon, fine-tuning, generation, a profile, and what one of eight GPUs computes.
 
 Each row runs in a process of its own, as in `benchmarks.gpu`, whose rows the training steps are.
-The process has at most the seconds in `ROWS`, and never more than are left. A row that fails has
-its reason, and the next row follows. So has a row whose library is not installed, and a row for
-which no time was left.
+The process has at most the seconds in `ROWS`, and never more than are left; most rows need fewer. A
+row that fails has its reason, and the next row follows. So has a row whose library is not
+installed, and a row for which no time was left.
 
 The folder `--output` has `rows.jsonl`, the page `page.md`, and the profile. A row is a line that is
 written when the row has been measured, and rows of several cases also after each case; the last
@@ -534,6 +534,7 @@ def _mocked_eight(options: argparse.Namespace) -> Iterator[Figures]:
     The difference from a step of one device with as many sequences is what FSDP computes besides.
     """
     own = gpu.parse(step_flags(options))
+    jax.config.update("jax_mock_gpu_topology", "1x8x1")  # JAX reads no environment variable for it.
     yield {"devices, processes": [jax.device_count(), jax.process_count()]}
     started = time.perf_counter()
     workload = gpu_steps.make_model_workload(own, own.batch_size * 8)
@@ -561,11 +562,9 @@ def _mocked_eight(options: argparse.Namespace) -> Iterator[Figures]:
     yield {"ms": 1e3 * took, "temporaries GiB": step.counts.temporaries / 2**30}
 
 
-# In XLA each process of a cluster tries some tiles and waits for the others', which do not exist.
-MOCKED = {
-    "JAX_MOCK_GPU_TOPOLOGY": "1x8x1",
-    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip(),
-}
+# In a cluster each process tries some of XLA's tiles, and waits for what the others found; but the
+# mocked processes do not exist.
+MOCKED = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"}
 FSDP, PLAIN_JIT = "manual fsdp", gpu_steps.PLAIN
 ROWS: Mapping[str, Step | Part] = {
     FSDP: Step(110, DEFAULTS),
