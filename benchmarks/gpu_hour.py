@@ -203,8 +203,8 @@ def _attention(options: argparse.Namespace) -> Iterator[Figures]:
     flops = 3.5 * 2 * batch * length**2 * heads * features  # Of causal attention.
 
     def measure(kind: Any, documents: Any = None, soft_cap: float | None = None) -> Figures:
-        def total(*arrays: Any) -> jax.Array:
-            found = attention(*arrays, documents, kind=kind, soft_cap=soft_cap)
+        def total(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            found = attention(query, key, value, documents, kind=kind, soft_cap=soft_cap)
             return jnp.square(found.astype(jnp.float32)).sum()
 
         gradients = jax.grad(total, (0, 1, 2))
