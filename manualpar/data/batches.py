@@ -238,10 +238,11 @@ def _place_each(
     """Puts batches on the devices, which have all rows or only the rows of this process."""
     rows = rows_of_this_process(sharding, batch_size)
     # A process that reads only its own rows does not know whether others have as many.
-    may_be_smaller = may_be_smaller and len(rows) == batch_size
+    has_all_rows = len(rows) == batch_size
     for batch in batches:
         found = _rows(batch)
-        if found < batch_size and may_be_smaller:
+        has_all_rows = has_all_rows or found == batch_size
+        if found < batch_size and has_all_rows and may_be_smaller:
             yield _place_smaller(batch, found, sharding, batch_size, multiple or batch_size)
             continue
         if found == batch_size:
@@ -261,15 +262,16 @@ def _place_smaller(
     """Places a batch with fewer rows: padded if it has a mask, or with copies of its examples."""
     copies = 1 if _has_mask(batch) else _copies(found, multiple)
     size = batch_size if _has_mask(batch) else found * copies
+    rows = rows_of_this_process(sharding, size)
 
     def fill(x: np.ndarray) -> np.ndarray:
         if not x.ndim:
             return x
         if _has_mask(batch):
-            return np.concatenate([x, np.zeros((size - found, *x.shape[1:]), x.dtype)])
-        return np.concatenate([x] * copies)
+            x = np.concatenate([x, np.zeros((size - found, *x.shape[1:]), x.dtype)])
+        return x[rows % len(x)]
 
-    return place(jax.tree.map(fill, batch), np.arange(size), sharding, size), copies
+    return place(jax.tree.map(fill, batch), rows, sharding, size), copies
 
 
 def _rows(batch: Any) -> int:

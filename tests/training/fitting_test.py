@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -456,3 +457,51 @@ def test_two_processes_with_streams_report_what_one_process_reports(tmp_path: Pa
     assert [(x["step"], x["split"]) for x in one] == [(x["step"], x["split"]) for x in two]
     for a, b in zip(one, two, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+SMALLER_LAST = """
+import flax.linen as nn
+import numpy as np
+import optax
+
+from manualpar import simulate_devices
+from manualpar.training import fit
+
+simulate_devices(1)
+rows = np.random.default_rng(0).normal(size=(21, 4)).astype(np.float32)
+batches = [
+    {"inputs": x, "labels": x @ np.ones((4, 1), np.float32)} for x in np.split(rows, [8, 16])
+]
+
+
+class Loader:
+    def __iter__(self):
+        return iter(batches)
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    out = apply_fn({"params": params}, batch["inputs"])
+    return ((out - batch["labels"]) ** 2).mean()
+
+
+done = fit(nn.Dense(1), loss_fn, Loader(), optax.sgd(0.1), steps=3)
+print("loss", done.metrics["train"]["loss"])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_that_read_whole_batches_take_a_smaller_last_one(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SMALLER_LAST)
+    command, losses = [sys.executable, str(tmp_path / "script.py")], []
+    for launcher in ([], [sys.executable, "-m", "manualpar", "launch", "--processes=2", "--"]):
+        done = subprocess.run(
+            [*launcher, *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append([float(x) for x in re.findall(r"loss (\d\.\d{9,})", done.stdout)])
+    assert losses[1] == pytest.approx([*losses[0], *losses[0]], rel=1e-5)
