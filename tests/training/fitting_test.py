@@ -484,7 +484,7 @@ def loss_fn(params, apply_fn, batch, rng):
     return ((out - batch["labels"]) ** 2).mean()
 
 
-done = fit(nn.Dense(1), loss_fn, Loader(), optax.sgd(0.1), steps=3)
+done = fit(nn.Dense(1), loss_fn, Loader(), optax.sgd(0.1), steps=3, batch_size=8)
 print("loss", done.metrics["train"]["loss"])
 """
 
