@@ -716,7 +716,7 @@ def _other_models(name: str, options: ProgramOptions) -> dict[str, Any]:
             continue
         said = f"{name}: other_models[{key!r}] is a program"
         if value.outer is not None or value.pipeline is not None:
-            kind = "diloco" if value.outer is not None else "with a pipeline"
+            kind = "with outer steps" if value.outer is not None else "with a pipeline"
             raise ValueError(
                 f"{said} {kind}, expected one without, because its parameters are not in one "
                 "place. Give the model instead, and call adopt of a plain program."
