@@ -8,12 +8,15 @@ These need such a replacement, because no hook of JAX or flax reaches them:
   it, in JAX 0.10 and in 0.12. JAX refuses their types while it traces them, so there is no jaxpr
   yet that could be rewritten. A jaxpr without these types cannot be made first, because layers and
   gathers read the types while they are traced.
-- `nnx.Variable.__setitem__`, see `nnx.streams`. A model may assign to variables of any type, and to
-  those that it makes itself, so a subclass of one type is not enough. Only JAX 0.10 needs it.
+- `unbox` of flax's boxes and of ours, see `loops`: a trace finds which parameters a branch reads.
+- `flax.core.Scope.make_rng`, see `loops`: a trace that is thrown away must count no keys.
+- `nn.Module.sow` and `perturb`, see `sown_values`: only they know which values are sown.
+- `nnx.Variable.__setitem__`, see `assigning_tracers`. A model may assign to variables of any type,
+  and to those that it makes itself, so a subclass of one type is not enough. Only JAX 0.10 needs it.
 - `nnx.Variable.set_value`, see `refusing_set_params`: a call may set a parameter of any type.
 - The function with which `nnx.bridge.ToNNX` makes variables of Linen, see `boxes_in_linen`. Flax
   calls it by its name, and a bridge has no hook.
-- JAX's checks of cuDNN, see `planner.traced_kernels`.
+- JAX's checks of cuDNN, see `planner.compiler_worker`.
 """
 
 import contextlib
