@@ -59,7 +59,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the devices, before anything has asked jax for them."""
-    del config
     if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
         jax.config.update("jax_platforms", "cpu")
         # The last of two that set the same counts.
@@ -67,8 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # Most of the suite's time is XLA's; tests of what XLA makes of a program are `optimized`.
-    if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-        jax.config.update("jax_disable_most_optimizations", True)
+    for name, value in compiling.SETTINGS.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
+            os.environ[name.upper()] = str(value)  # for processes that tests start
+    if not hasattr(config, "workerinput"):
+        compiling.forget_old_programs()
     hypothesis.settings.load_profile("house")
     # Imports and traces allocate much that lives on: collecting garbage less often saves a tenth.
     gc.set_threshold(100_000, 20, 100)

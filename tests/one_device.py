@@ -49,7 +49,7 @@ def train_on_one_device(
     init = jax.jit(lambda key, x: model.init({"params": key}, x, **init_args))
     others = init(init_rng, batches[0].inputs)
     initial = params = others.pop("params")
-    opt_state = tx.init(params)
+    opt_state = jax.jit(tx.init)(params)
 
     @jax.jit
     def step(params: Any, opt_state: Any, others: Any, batch: Batch) -> Any:

@@ -109,7 +109,8 @@ CASES = [
 def check(program, loss, module, batch):
     state = program.init(jax.random.key(0))
     params = program.whole(state)["params"]
-    value, gradient = jax.value_and_grad(functools.partial(expected, loss, module, batch))(params)
+    whole_loss = functools.partial(expected, loss, module, batch)
+    value, gradient = jax.jit(jax.value_and_grad(whole_loss))(params)
     state, metrics = program.train_step(state, batch)
     found = jax.tree.leaves(jax.device_get(state.opt_state))
     for g, e in zip(found, jax.tree.leaves(gradient), strict=True):
@@ -195,8 +196,9 @@ def test_replicas_that_train_separately_have_terms_of_their_own(devices8):
     state, metrics = program.train_step(state, ROWS)
     halves = [jax.tree.map(lambda x, i=i: x[i * 32 : i * 32 + 32], ROWS) for i in (0, 1)]
     found = jax.device_get(state.local["params"])
+    grad = jax.jit(jax.grad(lambda params, half: expected(several, Classifier(), half, params)))
     for index, half in enumerate(halves):
-        gradient = jax.grad(functools.partial(expected, several, Classifier(), half))(params)
+        gradient = grad(params, half)
         jax.tree.map(
             lambda p, g, x, i=index: np.testing.assert_allclose(
                 x[i], p - 0.1 * g, rtol=1e-4, atol=1e-6
@@ -308,7 +310,7 @@ def test_a_loss_of_an_nnx_model_and_a_batch(devices8):
     state, metrics = program.train_step(state, ROWS)
     model = Net(nnx.Rngs(0))
     nnx.update(model, nnx.State(params))
-    value, gradient = nnx.value_and_grad(lambda m: without_dropout(m, ROWS)[0])(model)
+    value, gradient = nnx.jit(nnx.value_and_grad(lambda m: without_dropout(m, ROWS)[0]))(model)
     np.testing.assert_allclose(mean_metrics(metrics)["loss"], value, rtol=1e-5)
     pairs = zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(gradient), strict=True)
     for g, e in pairs:

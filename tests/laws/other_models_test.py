@@ -80,6 +80,10 @@ def train_on_one_device(variables, number):
     (one, other), losses, tx = variables, [], optax.sgd(0.1)
 
     def step(model, variables, loss_fn, function):
+        @jax.jit
+        def value_and_grad(params):
+            return jax.value_and_grad(loss, has_aux=True)(params)
+
         def loss(params):
             kept = {name: x for name, x in variables.items() if name != "params"}
 
@@ -92,7 +96,7 @@ def train_on_one_device(variables, number):
             total, count = loss_fn(params, apply_fn, BATCH, None, function)["loss"]
             return total / count, kept
 
-        (value, kept), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+        (value, kept), grads = value_and_grad(variables["params"])
         updates, _ = tx.update(grads, tx.init(variables["params"]))
         losses.append(value)
         return {"params": optax.apply_updates(variables["params"], updates), **kept}
@@ -210,7 +214,7 @@ def test_an_actor_of_nnx_calls_a_critic_that_another_strategy_places(devices8, n
         hidden = jnp.tanh(x @ up["kernel"] + up["bias"][None])
         return -(hidden @ down["kernel"] + down["bias"][None]).mean()
 
-    loss, grads = jax.value_and_grad(plain)(w)
+    loss, grads = jax.jit(jax.value_and_grad(plain))(w)
     expected = jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
     state, metrics = actor.train_step(state, BATCH, critic=value)
     np.testing.assert_allclose(metrics["loss"][0] / 32, loss, rtol=1e-5)
@@ -357,7 +361,7 @@ def test_a_teacher_that_computes_with_shards_is_that_of_one_device(devices8, tea
         total, count = student_loss(params, Student().apply, SPLIT, None, function)["loss"]
         return total / count
 
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     state, metrics = program.train_step(state, SPLIT, teacher=variables)
     np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], value, rtol=1e-5)
     expected = jax.tree.map(lambda w, g: w - rate * g, params, grads)

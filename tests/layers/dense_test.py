@@ -102,7 +102,7 @@ def make_inputs() -> tuple[jax.Array, jax.Array]:
 def check_block(size: int, sequence_dim: int | None, overlap: str) -> None:
     model = Block(sequence_dim, overlap)
     x_BSD, weights_BSD = make_inputs()
-    boxed = Block().init(jax.random.key(0), x_BSD)["params"]
+    boxed = jax.jit(Block().init)(jax.random.key(0), x_BSD)["params"]
     params = nn.meta.unbox(boxed)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:

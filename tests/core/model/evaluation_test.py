@@ -162,7 +162,7 @@ def test_a_loss_of_evaluation_has_nothing_of_training_with_dropout_on_too():
     sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "mlp_size": 8}
     model = Transformer(vocab_size=8, label_smoothing=0.3, z_loss=0.1, scan_layers=False, **sizes)
     tokens = np.arange(4)[None]
-    params = model.init(jax.random.key(0), tokens)
+    params = jax.jit(model.init)(jax.random.key(0), tokens)
     in_training, evaluated, expected = (
         jax.jit(functools.partial(apply, train=train))(params, tokens, labels=tokens)[0]
         for apply, train in (

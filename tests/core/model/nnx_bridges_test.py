@@ -89,8 +89,9 @@ def test_layers_of_linen_in_an_nnx_model_train_as_in_plain_flax(devices8, strate
         return jnp.square(model(batch.inputs) - batch.labels).mean()
 
     given = (lambda rngs: Mixed(rngs, width)) if as_class else other
+    grad_of = nnx.jit(nnx.value_and_grad(loss_of))
     for batch in batches():
-        value, grads = nnx.value_and_grad(loss_of)(model, batch)
+        value, grads = grad_of(model, batch)
         expected.append(value)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads)
         nnx.update(model, params)

@@ -138,9 +138,11 @@ def test_arrays_in_lists_and_dicts_belong_to_a_model(devices8, tmp_path, name, a
     state = program.init(jax.random.key(0))
     plain = Tables(nnx.Rngs(3))
     nnx.update(plain, jax.device_get(program.whole(state)["params"]))
-    value, grads = nnx.value_and_grad(
-        lambda model: loss_fn({}, lambda _, x, **kwargs: model(x), BATCHES[0], None)[0]
-    )(plain)
+
+    def plain_loss(model):
+        return loss_fn({}, lambda _, x, **kwargs: model(x), BATCHES[0], None)[0]
+
+    value, grads = nnx.jit(nnx.value_and_grad(plain_loss))(plain)
     before = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
     state, metrics = program.train_step(state, BATCHES[0])
     np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], value, rtol=1e-5)

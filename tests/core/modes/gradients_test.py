@@ -66,6 +66,7 @@ def make_batch(size, mask="weights"):
     return Batch(inputs=x, labels=y[:, 0], mask=masks[mask])
 
 
+@jax.jit
 def mean_gradient(batch):
     """The gradient of the global mean, on one device and without this package."""
 

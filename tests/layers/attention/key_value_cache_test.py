@@ -1,5 +1,7 @@
 """The cache of keys: which position is where, and the same attention as without one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,10 +38,11 @@ def test_rows_of_all_lengths_attend_as_without_a_cache(scoring):
     )
     documents = jnp.asarray([[0] * S, [0, 0, 0, *[1] * (S - 3)], [0] * S])
     starts = jnp.array([0, 3, 0])
-    expected = attention(query, key, value, documents, **scoring._asdict())
+    attention_of = jax.jit(functools.partial(attention, **scoring._asdict()))
+    expected = attention_of(query, key, value, documents)
     lengths = np.array([9, 6, 1])
     prompts = Prompts(jnp.asarray(lengths), 16)
-    cache = tuple(keep_prompts(x, prompts, scoring) for x in (key, value))
+    cache = jax.jit(lambda *xs: tuple(keep_prompts(x, prompts, scoring) for x in xs))(key, value)
     assert cache[0].shape == (B, scoring.window or scoring.chunk or 16, K, H)
     attend = jax.jit(attend_to_kept, static_argnums=5)
     for step in range(3):
@@ -48,4 +51,4 @@ def test_rows_of_all_lengths_attend_as_without_a_cache(scoring):
         past = Past(jnp.asarray(places[1]), starts)
         out = attend(*new, cache, past, scoring)
         np.testing.assert_allclose(out[:, 0], np.asarray(expected)[places], atol=2e-6)
-        cache = append(cache, tuple(new[1:]), past.position)
+        cache = jax.jit(append)(cache, tuple(new[1:]), past.position)
