@@ -72,16 +72,13 @@ def test_every_site_has_a_mutant_of_each_kind_that_applies():
         assert "delete" in kinds
 
 
-@pytest.mark.parametrize("path", sorted(SOURCES))
-def test_a_mutant_is_another_program(path):
-    original = ast.dump(ast.parse(SOURCES[path]))
-    programs = [
-        ast.dump(ast.parse(mutant.apply(SOURCES[path])))
-        for mutant in MUTANTS
-        if mutant.site.path == path
-    ]
-    assert original not in programs
-    assert len(set(programs)) == len(programs)
+def test_a_mutant_is_another_program():
+    """Only the call is replaced, as another test says, so it is enough to compare the calls."""
+    for site in SITES:
+        mutants = [mutant.replacement for mutant in mutate(site)]
+        programs = [ast.dump(ast.parse(text, mode="eval")) for text in (site.call(), *mutants)]
+        assert len(set(programs)) == len(programs), site.name
+        assert all(text[0] + text[-1] == "()" for text in mutants), site.name
 
 
 def test_mutants_name_nothing_that_their_module_does_not_know():

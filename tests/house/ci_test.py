@@ -15,7 +15,7 @@ from tests.paths import ROOT
 def test_actions_are_named_by_the_hash_of_a_commit():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     uses = re.findall(r"uses: (.*)", text)
-    assert len(uses) == 9
+    assert len(uses) == 12
     for use in uses:
         assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v[\d.]+", use)
 
