@@ -102,8 +102,8 @@ def fit(
       config: Values of config fields by dotted name, such as `{"training.num_steps": 100,
         "parallel.mesh": {"data": 2, "model": 4}}`, or a complete config. An editor completes the
         names, and a type checker sees a misspelt one in a dict of the type `Fields`. Other fields
-        have the values of `configs/own.py`. Fields of your own, in the groups `model` and `data`, are stored
-        with the run; a run that resumes must have the same.
+        have the values of `configs/own.py`. Fields of your own, in the groups `model` and `data`,
+        are stored with the run; a run that resumes must have the same.
       hooks: Objects with methods of `manualpar.training.hooks.Hook`.
       steps: The field `training.num_steps`; this and the next four are short for the fields in
         `FIELD_OF`.

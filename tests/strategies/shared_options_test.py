@@ -1,4 +1,4 @@
-"""A strategy of one's own gets the options that it names, and a small model is not left silently."""
+"""A strategy gets the options that it names, and a model that is left whole is named."""
 
 import flax.linen as nn
 import optax
