@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.compiler_options import Overlap
 from manualpar.core.mesh.mesh import in_order, platform_of
-from manualpar.core.parameters.trainable import partition
+from manualpar.core.parameters.placement import partition
 from manualpar.core.program.program import Program
 from manualpar.core.summary import Summarized
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE

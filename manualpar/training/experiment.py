@@ -25,8 +25,7 @@ from manualpar.core.model.carried_collections import CarryingApply
 from manualpar.core.model.interface import interface_of
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.model.trace_model import init_variables
-from manualpar.core.parameters.placement import strip_boxes
-from manualpar.core.parameters.trainable import combine, is_trained
+from manualpar.core.parameters.placement import combine, is_trained, strip_boxes
 from manualpar.core.program.parameter_average import params_ema
 from manualpar.core.program.program import Program
 from manualpar.core.summary import as_text, describe_fields

@@ -56,6 +56,7 @@ from manualpar.core.parameters.placement import (
     ParameterInfo,
     computed_specs,
     describe_parameters,
+    is_trained,
     split_names,
     split_over_stages,
     strip_boxes,
@@ -66,7 +67,6 @@ from manualpar.core.parameters.sharded_parameter import (
     cast_floating,
     is_box,
 )
-from manualpar.core.parameters.trainable import is_trained
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.summary import Summarized
 from manualpar.core.trees import (

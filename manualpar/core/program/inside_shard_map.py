@@ -14,9 +14,8 @@ from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.model.loss_function import LossFn, Metrics, call_loss
 from manualpar.core.modes.gradients import accumulate, scanned, unrolled
 from manualpar.core.parameters.collectives import varying_axes
-from manualpar.core.parameters.placement import choose_shard_dim
+from manualpar.core.parameters.placement import choose_shard_dim, empty_part
 from manualpar.core.parameters.sharded_parameter import Names, ShardedParameter, boxed_axes, is_box
-from manualpar.core.parameters.trainable import empty_part
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE
 from manualpar.core.trees import Batch, Collections, Params
 

@@ -23,9 +23,8 @@ from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.mesh.splitting import typed_key
 from manualpar.core.model.carried_collections import SOWN_COLLECTIONS
 from manualpar.core.model.interface import collections_of
-from manualpar.core.parameters.placement import map_padded
+from manualpar.core.parameters.placement import map_padded, partition
 from manualpar.core.parameters.sharded_parameter import is_box, pad_leaf, unpad_leaf
-from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.guarded_step import check_alive
 from manualpar.core.state.state_arrays import (
     Leaf,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from manualpar.core.parameters.trainable import is_masked
+from manualpar.core.parameters.placement import is_masked
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.trees import Grads, Params
 

@@ -52,13 +52,14 @@ from manualpar.core.parameters.placement import (
     like_params,
     map_padded,
     param_specs,
+    partition,
     route_parameter,
     state_specs,
     strip_boxes,
+    trained,
     with_shardings,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.parameters.trainable import partition, trained
 from manualpar.core.program import load_state
 from manualpar.core.program.gradient_rounding import GradientRounding, gradient_rounding
 from manualpar.core.program.guarded_step import GuardedStep, check_state

@@ -42,10 +42,14 @@ from manualpar.core.modes.variable_reduction import Rule
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import (
     Route,
+    combine,
+    is_masked,
     map_in_scopes,
     param_specs,
+    partition,
     state_specs,
     strip_boxes,
+    trained,
 )
 from manualpar.core.parameters.replicated_parameter import (
     AveragedParameter,
@@ -58,7 +62,6 @@ from manualpar.core.parameters.sharded_parameter import (
     is_box,
     unpad_leaf,
 )
-from manualpar.core.parameters.trainable import combine, is_masked, partition, trained
 from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.metrics import UNEVEN, Metrics, StepSums, mean
