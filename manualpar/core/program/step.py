@@ -51,16 +51,14 @@ from manualpar.core.parameters.placement import (
     strip_boxes,
     trained,
 )
-from manualpar.core.parameters.replicated_parameter import (
+from manualpar.core.parameters.sharded_parameter import (
     AveragedParameter,
     ReplicatedParameter,
-    zeros_of_shard,
-)
-from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
     boxed_axes,
     is_box,
     unpad_leaf,
+    zeros_of_shard,
 )
 from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
