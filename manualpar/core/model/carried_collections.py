@@ -15,7 +15,7 @@ from manualpar.core.mesh.axes import naming_unbound_axes
 from manualpar.core.model.evaluation import SWITCHES, overrule, signature_of
 from manualpar.core.model.interface import InitArgs, ModelInterface
 from manualpar.core.model.loops import varying_loops
-from manualpar.core.modes.overwritten import OVERWRITTEN
+from manualpar.core.modes.variable_reduction import OVERWRITTEN
 from manualpar.core.state.state_arrays import leaf_types
 from manualpar.core.trees import Batch, Variables
 

@@ -48,8 +48,12 @@ from manualpar.core.model.loss_function import (
 from manualpar.core.model.options import StoredDtypes
 from manualpar.core.model.sown_values import SownPath, recording_sows, without_sown
 from manualpar.core.modes.mode import Mode
-from manualpar.core.modes.overwritten import OVERWRITTEN
-from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections, has_rule
+from manualpar.core.modes.variable_reduction import (
+    OVERWRITTEN,
+    CollectionSync,
+    check_sync_collections,
+    has_rule,
+)
 from manualpar.core.parameters.annotations import SplitParameter, take_shared
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import (

@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
-from manualpar.core.modes.overwritten import (
+from manualpar.core.modes.variable_reduction import (
     OVERWRITTEN,
     Trained,
     as_maxima,

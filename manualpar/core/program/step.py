@@ -35,10 +35,9 @@ from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.gradients import Accumulation, CarryingLossFn, accumulate, unrolled
 from manualpar.core.modes.layer_loops import LayerLoops
 from manualpar.core.modes.mode import Mode
-from manualpar.core.modes.overwritten import keep_unused
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
-from manualpar.core.modes.variable_reduction import Rule
+from manualpar.core.modes.variable_reduction import Rule, keep_unused
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import (
     Route,
