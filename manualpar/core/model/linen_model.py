@@ -40,9 +40,14 @@ from manualpar.core.model.evaluation import (
     required,
     signature_of,
 )
-from manualpar.core.model.interface import InitArgs, ModelInterface, register_interface
+from manualpar.core.model.interface import (
+    InitArgs,
+    ModelInterface,
+    SplitAttention,
+    key_like,
+    register_interface,
+)
 from manualpar.core.model.nnx_model import adjust_to_mesh, annotate
-from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.modes.variable_reduction import overwritten_on_mesh
 from manualpar.core.trees import Batch, Variables, path_name
 

@@ -31,8 +31,11 @@ from manualpar.core.model.interface import (
     Model,
     ModelInterface,
     RunPhase,
+    SownPath,
     check_axis_aliases,
     interface_of,
+    recording_sows,
+    without_sown,
 )
 from manualpar.core.model.loops import find_loop_dims
 from manualpar.core.model.loss_function import (
@@ -46,7 +49,6 @@ from manualpar.core.model.loss_function import (
     tracing_loss,
 )
 from manualpar.core.model.options import StoredDtypes
-from manualpar.core.model.sown_values import SownPath, recording_sows, without_sown
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.variable_reduction import (
     OVERWRITTEN,

@@ -9,8 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import fold_rng_over_axis, make_mesh
-from manualpar.core.model.interface import interface_of
-from manualpar.core.model.split_dropout import key_like
+from manualpar.core.model.interface import interface_of, key_like
 from manualpar.core.parameters.collectives import cast_to_varying
 
 X = jax.random.normal(jax.random.key(3), (2, 16, 8))
