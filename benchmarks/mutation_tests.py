@@ -78,7 +78,7 @@ FIRST = {
     ),
     "layers.*vocabulary*": ("tests/layers/vocabulary_test.py", OF_LAYERS),
     "layers.head_loss:*": ("tests/layers/head_loss_test.py", OF_LAYERS),
-    "core.model.split_dropout:*": ("tests/core/model/split_dropout_test.py",),
+    "core.model.interface:*": ("tests/core/model/interface_dropout_test.py",),
     "core.parameters.sharded_parameter:*.to_array:gather_invariant:*": (
         "tests/inspect/expected_bytes_test.py::test_model_axes_are_gathered_too",
         "tests/laws/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",

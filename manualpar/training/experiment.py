@@ -21,7 +21,7 @@ from manualpar.core.mesh.compiler_options import (
     keep_if_known,
 )
 from manualpar.core.mesh.mesh import AnyDevices, count_hosts, mesh_of
-from manualpar.core.model.carried_collections import CarryingApply
+from manualpar.core.model.apply_fn import CarryingApply
 from manualpar.core.model.interface import interface_of
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.model.trace_model import init_variables

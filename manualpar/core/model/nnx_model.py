@@ -32,7 +32,7 @@ from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
 from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.model.evaluation import required
+from manualpar.core.model.apply_fn import required
 from manualpar.core.model.interface import (
     AxisAliases,
     ModelInterface,

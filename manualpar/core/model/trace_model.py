@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple, is_axis_bound
 from manualpar.core.mesh.splitting import split_minibatches
-from manualpar.core.model.carried_collections import (
+from manualpar.core.model.apply_fn import (
     OTHER_MODELS,
     SOWN_COLLECTIONS,
     CarryingApply,

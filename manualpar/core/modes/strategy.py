@@ -73,7 +73,7 @@ class Strategy(Summarized):
         once a step.
       reduce_every: How often the gradient of a parameter is scattered, if the parameter is
         replicated during the step. With `"minibatch"` the gradients of layers in a loop are
-        scattered in the loop, if the loss allows this, see `replicated_parameter`.
+        scattered in the loop, if the loss allows this, see `ReplicatedParameter`.
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
         gathered again for the backward pass.
       regather_axes: The mesh axes over which parameters are gathered again; `None` for all axes.

@@ -1,4 +1,4 @@
-"""Reduces variables outside `params` that differ between devices after a step.
+"""The variables outside `params` after a step: reduced over devices, or replaced by gradients.
 
 Each device updates a model's collections other than `params` from the device's own examples. The
 right reduction depends on a variable's meaning, which its type does not show. Running averages need

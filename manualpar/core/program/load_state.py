@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh
 
 from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.mesh.splitting import typed_key
-from manualpar.core.model.carried_collections import SOWN_COLLECTIONS
+from manualpar.core.model.apply_fn import SOWN_COLLECTIONS
 from manualpar.core.model.interface import collections_of
 from manualpar.core.parameters.placement import map_padded, partition
 from manualpar.core.parameters.sharded_parameter import is_box, pad_leaf, unpad_leaf

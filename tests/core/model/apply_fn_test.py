@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar.core.model.carried_collections import CarryingApply
+from manualpar.core.model.apply_fn import CarryingApply
 from manualpar.core.model.interface import interface_of
 from tests.core.model.switched import Switched
 

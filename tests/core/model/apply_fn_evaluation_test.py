@@ -13,7 +13,7 @@ from flax import nnx
 from optax import sgd
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.core.model.carried_collections import CarryingApply
+from manualpar.core.model.apply_fn import CarryingApply
 from manualpar.core.model.interface import interface_of
 from manualpar.models import Transformer
 
