@@ -48,7 +48,7 @@ LEFT_ALONE: Mapping[str, str] = {
     "training.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
     "system.cluster.agreement:*": _PROCESSES,
     "layers.moe.moe:_exchange_ragged:*": "not on CPUs: slow tests",
-    "core.state.state_arrays:to_host:*": _PROCESSES,
+    "core.program.state_arrays:to_host:*": _PROCESSES,
 }
 
 _ONE_AXIS = "the argument's type allows only one axis"

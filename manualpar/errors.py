@@ -21,6 +21,7 @@ USAGE_EXIT_CODE = 2
 FILES_EXIT_CODE = 6  # A file cannot be read or written, see `training.exit_codes`.
 UNREADY_EXIT_CODE = 7  # `manualpar doctor --cluster`: a run on these hosts would be refused.
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
+LISTED = 5  # The maximum number of differences that an error lists.
 # JAX adds a note about the shortened traceback to errors. The note contains this word.
 JAX_NOTE = "JAX_TRACEBACK_FILTERING"
 OUR_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "experiments")
@@ -93,6 +94,16 @@ def print_error(error: object) -> None:
 def printable(text: object) -> str:
     """Escapes unprintable characters in a line of text, because they could control a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def list_some(lines: Iterable[str]) -> list[str]:
+    """Returns the first `LISTED` lines; if there are more, also a line with the number of the rest.
+
+    Lines are escaped, because they may contain names from untrusted files.
+    """
+    lines = list(lines)
+    rest = len(lines) - LISTED
+    return [*map(printable, lines[:LISTED]), *([f"and {rest} more"] if rest > 0 else [])]
 
 
 # Module -> the extra that installs the module, and the name of its distribution on PyPI.

@@ -35,9 +35,9 @@ from manualpar.core.parameters.placement import (
 from manualpar.core.parameters.sharded_parameter import cast_floating
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import StepSums, mean, sum_of_means
-from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.trees import path_name
+from manualpar.errors import list_some
 
 
 def assert_same_as_one_device(

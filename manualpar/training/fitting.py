@@ -12,8 +12,8 @@ import ml_collections
 import optax
 
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.program.load_state import Missing
 from manualpar.core.program.program import Program
+from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.data import BatchStream, ExampleSplit, as_dataset
 from manualpar.data.dataset import SPLITS

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import ml_collections
 
-from manualpar.core.program.load_state import Missing
 from manualpar.core.program.program import Program
+from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import UsageError
 from manualpar.models import Transformer

@@ -16,7 +16,7 @@ from manualpar.core.mesh.axes import naming_unbound_axes
 from manualpar.core.model.interface import InitArgs, ModelInterface, RunPhase
 from manualpar.core.model.loops import varying_loops
 from manualpar.core.modes.variable_reduction import OVERWRITTEN
-from manualpar.core.state.state_arrays import leaf_types
+from manualpar.core.summary import leaf_types
 from manualpar.core.trees import Batch, Variables
 
 # -------------------------------------------------------------------------------------------------

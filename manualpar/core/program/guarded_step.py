@@ -22,21 +22,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.mesh_context import JittedOutsideMesh, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
+from manualpar.core.program.state_arrays import check_alive, is_deleted
 from manualpar.core.state.metrics import UNEVEN
-from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState, is_key
 from manualpar.core.trees import Batch, path_name
+from manualpar.errors import list_some
 
 MAX_STEPS_AHEAD = 8
 # The rounding of a loss in float32, relative to the loss, with room for sums of many examples.
 MOST_UNEVEN = 1e-4
-_MENDS = {
-    "state": "a train step donates its state, so that the returned state can use the memory. "
-    "Use the returned state: `state, metrics = program.train_step(state, batch)`. In a notebook, "
-    "run the cells again, beginning with the cell that makes the state.",
-    "batch": "an earlier call donated it or its delete() was called. Make the batch again before "
-    "every step that donates it, or do not donate it.",
-}
 
 
 class GuardedStep(JittedOutsideMesh):
@@ -201,22 +195,6 @@ class GuardedStep(JittedOutsideMesh):
                 oldest.block_until_ready()
 
 
-def check_alive(function: str, **trees: Any) -> None:
-    """Refuses named arguments that contain donated or deleted arrays.
-
-    Tracers are accepted, and so are leaves that are not JAX arrays.
-    """
-    for name, tree in trees.items():
-        if not any(map(is_deleted, jax.tree.leaves(tree))):
-            continue
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            if is_deleted(x):
-                raise ValueError(
-                    f"{function}: {name}{jax.tree_util.keystr(path)} has been deleted, expected "
-                    f"arrays that are alive: {_MENDS.get(name, _MENDS['state'])}"
-                )
-
-
 def check_integers(name: str, tree: Any) -> None:
     """Refuses integers that do not fit the 32 bits that JAX gives them by default."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -234,11 +212,6 @@ def check_integers(name: str, tree: Any) -> None:
                 "values to smaller numbers, such as by np.unique(x, return_inverse=True); or set "
                 "jax.config.update('jax_enable_x64', True)."
             )
-
-
-def is_deleted(x: Any) -> bool:
-    """Returns whether a leaf is a deleted array; `False` for a tracer."""
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def check_state(function: str, abstract: TrainState, state: Any) -> None:

@@ -60,12 +60,11 @@ from manualpar.core.parameters.placement import (
     with_shardings,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.program import load_state
 from manualpar.core.program.gradient_rounding import GradientRounding, gradient_rounding
 from manualpar.core.program.guarded_step import GuardedStep, check_state
-from manualpar.core.program.load_state import Missing, check_has_devices
 from manualpar.core.program.optimizer_update import Update, explain_optimizer
 from manualpar.core.program.placement_check import check_strategy, place_parameter
+from manualpar.core.program.state_arrays import Missing, adopt, check_has_devices, init_from, whole
 from manualpar.core.program.step import Step
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
@@ -500,7 +499,7 @@ class Program(Summarized):
           None, except for arrays that are sharded over several processes, see
           `state_arrays.to_host`. Each device receives its own shards from the host.
         """
-        state = load_state.init_from(self, params_or_variables, rng, missing=missing)
+        state = init_from(self, params_or_variables, rng, missing=missing)
         return state if self.outer is None else self.outer.start_replicas(self, state)
 
     def adopt(self, state: TrainState) -> TrainState:
@@ -523,7 +522,7 @@ class Program(Summarized):
           The same as for `init_from`.
         """
         program = self.for_replicas_of(getattr(state, "local", {}))
-        return self.change_replicas(load_state.adopt(program, state))
+        return self.change_replicas(adopt(program, state))
 
     def whole(self, state: TrainState) -> dict[str, Any]:
         """Returns the variables of a state without sharding and padding, for flax on one device.
@@ -546,7 +545,7 @@ class Program(Summarized):
         Communication:
           The same as for `init_from`, but no array is copied to a device.
         """
-        return load_state.whole(self, state)
+        return whole(self, state)
 
     def for_replicas_of(self, per_device: Mapping[str, Any]) -> "Program":
         """Returns a program that loads states with another number of replicas.

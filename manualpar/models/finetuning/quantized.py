@@ -51,7 +51,7 @@ from manualpar.core.parameters.quantized_collectives import (
     quantized_block_size,
 )
 from manualpar.core.parameters.sharded_parameter import ArrayBox, is_box
-from manualpar.core.state.state_arrays import Leaf
+from manualpar.core.program.state_arrays import Leaf
 from manualpar.core.tracing.scopes import DECODE_SCOPE
 from manualpar.layers import TensorParallel
 

@@ -39,8 +39,8 @@ from manualpar.core.model.options import (
 from manualpar.core.parameters.collectives import CommPolicy, Format
 from manualpar.core.parameters.placement import with_shardings
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer, Quantization
-from manualpar.core.program.guarded_step import check_alive, is_deleted
 from manualpar.core.program.program import JittedSteps, OuterSteps, Program, StepFunction
+from manualpar.core.program.state_arrays import check_alive, is_deleted
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import METRICS_SCOPE, purpose_of

@@ -1,4 +1,4 @@
-from manualpar.core.state.state_arrays import SHOWN
+from manualpar.core.program.state_arrays import SHOWN
 from manualpar.system.cluster.facts import DisagreementError, describe_differences
 
 

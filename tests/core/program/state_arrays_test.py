@@ -14,7 +14,7 @@ from flax import nnx
 from flax.core import freeze
 
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
-from manualpar.core.state.state_arrays import leaves_of
+from manualpar.core.program.state_arrays import leaves_of
 from tests.one_device import optimize_on_one_device
 from tests.training.checkpoints.worker import Model, loss_fn, make_batch, make_program, train
 

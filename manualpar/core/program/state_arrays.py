@@ -1,4 +1,4 @@
-"""Loads existing arrays into a program's state, and returns its variables without sharding.
+"""The arrays of a program's state by name: loaded from other arrays, and returned unsharded.
 
 `init_from` makes a state from parameters, `adopt` takes another program's state, and `whole`
 returns the variables for flax on one device. All three copy one array at a time through the host. A
@@ -9,6 +9,7 @@ optimizer's state is made from the loaded parameters, because some optimizers st
 their state. The source arrays are neither donated nor changed.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Literal
@@ -17,6 +18,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh
 
 from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
@@ -25,20 +27,149 @@ from manualpar.core.model.apply_fn import SOWN_COLLECTIONS
 from manualpar.core.model.interface import collections_of
 from manualpar.core.parameters.placement import map_padded, partition
 from manualpar.core.parameters.sharded_parameter import is_box, pad_leaf, unpad_leaf
-from manualpar.core.program.guarded_step import check_alive
-from manualpar.core.state.state_arrays import (
-    Leaf,
-    leaves_of,
-    list_some,
-    place_leaf,
-    read_unpadded,
-    show_array,
-    show_leaf,
-)
 from manualpar.core.state.train_state import TrainState, is_key
+from manualpar.core.summary import show_array, show_leaf
 from manualpar.core.trees import Variables, path_keys, path_name
+from manualpar.errors import list_some
+
+# -------------------------------------------------------------------------------------------------
+# Names the arrays of a state, and copies each to the host or to the devices.
+#
+# In a program the arrays are sharded, and some are padded. Without padding, the arrays fit a
+# program on any mesh, under the same names.
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Describes an array of the state, both as the program stores it and without padding.
+
+    Attributes:
+      name: The array's name, such as `params/dense/kernel`.
+      keys: The array's keys in nested dicts.
+      abstract: Shape, dtype and sharding of the array in the program, with padding; it may be a
+        typed key.
+      shape: The shape without padding.
+      padded_shape: The shape that the program stores; for a key, the shape of its data.
+      dtype: The dtype; for a key, the dtype of its data.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    abstract: jax.ShapeDtypeStruct
+    shape: tuple[int, ...]
+    padded_shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+    @property
+    def is_key(self) -> bool:
+        """Whether the array is a typed key."""
+        return is_key(self.abstract)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """The number of zeros that the program stores at the end of each dimension."""
+        return tuple(x - size for x, size in zip(self.padded_shape, self.shape, strict=True))
+
+
+def leaves_of(padded: Any, unpadded: Any) -> list[Leaf]:
+    """Describes each array of a tree, in the order of its leaves.
+
+    Args:
+      padded: A tree of abstract arrays, such as the `abstract_state` of a program.
+      unpadded: The same tree without padding, such as the program's `unpadded_state`.
+    """
+    leaves = []
+    for (path, abstract), without_padding in zip(
+        jax.tree_util.tree_leaves_with_path(padded), jax.tree.leaves(unpadded), strict=True
+    ):
+        data, shape = abstract, without_padding.shape
+        if is_key(abstract):
+            # A new function in each call: jax frees its cache entry together with the function.
+            data = jax.eval_shape(lambda key: jax.random.key_data(key), abstract)
+            shape = data.shape
+        keys = tuple(path_name((entry,)) for entry in path)
+        leaves.append(Leaf(path_name(path), keys, abstract, shape, data.shape, data.dtype))
+    return leaves
+
+
+def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
+    """Copies an array to a program's devices, padded, cast and sharded as `leaf` describes.
+
+    Communication:
+      The communication of `to_host`. A device receives only its shard.
+    """
+    value = read_unpadded(function, leaf, x)
+
+    def shard(index: Any) -> np.ndarray:
+        bounds = [s.indices(size)[:2] for s, size in zip(index, leaf.padded_shape, strict=True)]
+        out = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
+        values = value[index]  # `values` is smaller than `out` if the shard is padded.
+        out[tuple(map(slice, values.shape))] = values
+        return out
+
+    sharding = leaf.abstract.sharding
+    shards = [
+        jax.device_put(shard(index), device)
+        for device, index in sharding.addressable_devices_indices_map(leaf.padded_shape).items()
+    ]
+    data = jax.make_array_from_single_device_arrays(leaf.padded_shape, sharding, shards)
+    if not leaf.is_key:
+        return data
+    return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
+
+
+def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
+    """Copies an array to the host without its padding; copies the data of a typed key.
+
+    Communication:
+      The communication of `to_host`.
+    """
+    value = to_host(jax.random.key_data(x) if is_key(x) else x)
+    if value.shape == leaf.shape:
+        return value
+    inside = tuple(map(slice, leaf.shape))
+    # The padding is zeros if all non-zeros are inside. Counting them makes no copy.
+    if np.count_nonzero(value) != np.count_nonzero(value[inside]):
+        raise ValueError(
+            f"{function}: {leaf.name} is {show_leaf(value)}, expected "
+            f"{show_array(leaf.dtype, leaf.shape)}, or an array padded from this shape with zeros; "
+            "its padding has other values. Pass arrays of the same model."
+        )
+    return value[inside]
+
+
+def to_host(x: Any) -> np.ndarray:
+    """Copies a NumPy array or a complete `jax.Array` into the memory of every process.
+
+    Communication:
+      None in one process: each shard is copied to the host separately. One all-gather if the array
+      is sharded over several processes: every device then stores the whole array for a short time.
+    """
+    if not isinstance(x, jax.Array):
+        return np.asarray(x)
+    if x.is_fully_replicated:
+        return np.array(x.addressable_data(0))  # A copy: the array may be donated.
+    if not x.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    out = np.empty(x.shape, x.dtype)
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            out[shard.index] = np.asarray(shard.data)
+    return out
+
+
+# -------------------------------------------------------------------------------------------------
+
 
 Missing = Literal["error", "init"]
+# How to mend an argument with deleted arrays.
+_MENDS = {
+    "state": "a train step donates its state, so that the returned state can use the memory. "
+    "Use the returned state: `state, metrics = program.train_step(state, batch)`. In a notebook, "
+    "run the cells again, beginning with the cell that makes the state.",
+    "batch": "an earlier call donated it or its delete() was called. Make the batch again before "
+    "every step that donates it, or do not donate it.",
+}
 RESIDUALS = "local/residuals/"  # See `manualpar.core.program.gradient_rounding`.
 
 
@@ -113,6 +244,27 @@ def check_has_devices(function: str, mesh: Any) -> None:
             "mesh of devices. Build the program on a mesh of make_mesh; this program can only be "
             "traced."
         )
+
+
+def check_alive(function: str, **trees: Any) -> None:
+    """Refuses named arguments that contain donated or deleted arrays.
+
+    Tracers are accepted, and so are leaves that are not JAX arrays.
+    """
+    for name, tree in trees.items():
+        if not any(map(is_deleted, jax.tree.leaves(tree))):
+            continue
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if is_deleted(x):
+                raise ValueError(
+                    f"{function}: {name}{jax.tree_util.keystr(path)} has been deleted, expected "
+                    f"arrays that are alive: {_MENDS.get(name, _MENDS['state'])}"
+                )
+
+
+def is_deleted(x: Any) -> bool:
+    """Returns whether a leaf is a deleted array; `False` for a tracer."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def variable_leaves(program: Any) -> list[Leaf]:
