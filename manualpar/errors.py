@@ -16,6 +16,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 USAGE_EXIT_CODE = 2
 FILES_EXIT_CODE = 6  # A file cannot be read or written, see `training.exit_codes`.
@@ -61,6 +62,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
     return max(sorted(known), key=likeness)
+
+
+def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value that is not among the choices."""
+    if isinstance(value, bool) is not isinstance(choices[0], bool) or value not in choices:
+        raise ValueError(
+            f"{builder}: {field}={value!r}, expected one of {', '.join(map(repr, choices))}."
+        )
 
 
 @contextlib.contextmanager

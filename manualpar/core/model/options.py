@@ -23,6 +23,7 @@ from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
 from manualpar.core.parameters.collectives import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import ReduceCode, make_quantizer
+from manualpar.errors import check_choice
 
 # -------------------------------------------------------------------------------------------------
 # Tables of the options of builders, the functions such as `manualpar.fsdp` that build a program.
@@ -176,14 +177,6 @@ def explain_options(builder: _Explained, table: OptionTable) -> _Explained:
     text = inspect.cleandoc(builder.__doc__ or "")
     builder.__doc__ = "\n".join([text, "", "Options:", *lines])
     return builder
-
-
-def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuses a value that is not among the choices."""
-    if isinstance(value, bool) is not isinstance(choices[0], bool) or value not in choices:
-        raise ValueError(
-            f"{builder}: {field}={value!r}, expected one of {', '.join(map(repr, choices))}."
-        )
 
 
 def _members(kind: Any) -> tuple[Any, ...]:

@@ -42,7 +42,13 @@ from manualpar.core.modes.gradients import scanned, unrolled
 from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, memory_of
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.mode import Mode
-from manualpar.core.modes.strategy import ModeName, Pipelined, Strategy
+from manualpar.core.modes.strategy import (
+    ModeName,
+    Pipelined,
+    Strategy,
+    check_strategy,
+    place_parameter,
+)
 from manualpar.core.parameters.annotations import check_rules
 from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.parameters.placement import (
@@ -63,7 +69,6 @@ from manualpar.core.parameters.sharded_parameter import pad_leaf
 from manualpar.core.program.gradient_rounding import GradientRounding, gradient_rounding
 from manualpar.core.program.guarded_step import GuardedStep, check_state
 from manualpar.core.program.optimizer_update import Update, explain_optimizer
-from manualpar.core.program.placement_check import check_strategy, place_parameter
 from manualpar.core.program.state_arrays import Missing, adopt, check_has_devices, init_from, whole
 from manualpar.core.program.step import Step
 from manualpar.core.state.metrics import Metrics

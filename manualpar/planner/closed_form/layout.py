@@ -25,7 +25,7 @@ from jax.sharding import AbstractDevice
 from manualpar.core.mesh.mesh import abstract_mesh
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.options import with_defaults
-from manualpar.core.modes.strategy import Strategy
+from manualpar.core.modes.strategy import Strategy, place_parameter
 from manualpar.core.parameters.collectives import CommPolicy, Format
 from manualpar.core.parameters.placement import (
     describe_parameters,
@@ -34,7 +34,6 @@ from manualpar.core.parameters.placement import (
 )
 from manualpar.core.parameters.quantized_collectives import ReduceCode, make_quantizer
 from manualpar.core.parameters.sharded_parameter import is_box
-from manualpar.core.program.placement_check import place_parameter
 from manualpar.core.trees import path_name
 from manualpar.inspect.expected_bytes import ParameterForm
 from manualpar.layers import Context

@@ -30,12 +30,7 @@ from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn, Metrics
-from manualpar.core.model.options import (
-    PROGRAM_OPTIONS,
-    ProgramOptions,
-    check_choice,
-    first_sentences,
-)
+from manualpar.core.model.options import PROGRAM_OPTIONS, ProgramOptions, first_sentences
 from manualpar.core.parameters.collectives import CommPolicy, Format
 from manualpar.core.parameters.placement import with_shardings
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer, Quantization
@@ -44,6 +39,7 @@ from manualpar.core.program.state_arrays import check_alive, is_deleted
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import METRICS_SCOPE, purpose_of
+from manualpar.errors import check_choice
 from manualpar.strategies.diloco.state import DiLoCoState
 from manualpar.strategies.diloco.steps import ReplicaSteps, replicated_step
 from manualpar.strategies.fsdp import fsdp

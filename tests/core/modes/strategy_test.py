@@ -7,9 +7,8 @@ import optax
 import pytest
 
 from manualpar import abstract_mesh
-from manualpar.core.modes.strategy import CommCounts, Strategy
+from manualpar.core.modes.strategy import CommCounts, Strategy, place_parameter
 from manualpar.core.parameters.placement import ParameterInfo, Placement, replicate
-from manualpar.core.program.placement_check import place_parameter
 from manualpar.strategies.build import build_program
 from tests.tiny import BATCHES, Classifier, loss_fn
 
