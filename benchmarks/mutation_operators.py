@@ -103,9 +103,9 @@ EQUIVALENT: Mapping[str, str] = {
     "core.modes.manual:*:sync_collections:duplicate": _NOTHING_LEFT,
     "*:gather_data_axes:duplicate": _NOTHING_LEFT,
     "core.modes.manual:*:replicate_shards:duplicate": _NOTHING_LEFT,
-    "core.program.inside_shard_map:*:gather_params:duplicate": _NOTHING_LEFT,
-    "core.program.inside_shard_map:*:gather_params:drop-last-axis": "all axes of a tuple count",
-    "core.program.inside_shard_map:*:gather_params:reverse-axes": "a tuple counts in order",
+    "by_hand:*:gather_params:duplicate": _NOTHING_LEFT,
+    "by_hand:*:gather_params:drop-last-axis": "all axes of a tuple count",
+    "by_hand:*:gather_params:reverse-axes": "a tuple counts in order",
 }
 
 

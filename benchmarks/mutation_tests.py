@@ -89,15 +89,9 @@ FIRST = {
     "core.parameters.collectives:gather_invariant:*-ax?s": (TUPLES,),
     "core.parameters.collectives:gather_invariant:*": (STEPS,),
     "core.modes.gradients:*": ("tests/core/modes/gradients_test.py",),
-    "core.program.inside_shard_map:*:axis_index:*": (
-        "tests/core/parameters/sharded_parameter_test.py",
-    ),
-    "core.program.inside_shard_map:*:gather_params:*": (
-        "tests/core/parameters/sharded_parameter_test.py",
-    ),
-    "core.program.inside_shard_map:gather_params.*": (
-        "tests/core/parameters/sharded_parameter_test.py",
-    ),
+    "by_hand:*:axis_index:*": ("tests/core/parameters/sharded_parameter_test.py",),
+    "by_hand:*:gather_params:*": ("tests/core/parameters/sharded_parameter_test.py",),
+    "by_hand:gather_params.*": ("tests/core/parameters/sharded_parameter_test.py",),
     "core.model.loops:*": ("tests/core/model/loops_test.py",),
     "core.program.step:*:regather_for_backward:*": (COUNTS,),
     "core.modes.manual:*:sync_collections:*": ("tests/laws/collections_test.py",),
@@ -109,8 +103,6 @@ FIRST = {
         "tests/core/parameters/sharded_parameter_test.py",
         STEPS,
     ),
-    "core.program.inside_shard_map:gather_examples*": (
-        "tests/core/parameters/collectives_test.py",
-    ),
-    "core.program.inside_shard_map:*": ("tests/core/parameters/sharded_parameter_test.py",),
+    "by_hand:gather_examples*": ("tests/core/parameters/collectives_test.py",),
+    "by_hand:*": ("tests/core/parameters/sharded_parameter_test.py",),
 }

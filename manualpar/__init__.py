@@ -11,18 +11,18 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manualpar.core.mesh.mesh import abstract_mesh, make_mesh, simulate_devices
-    from manualpar.core.mesh.splitting import fold_rng_over_axis
-    from manualpar.core.modes.gradients import sync_gradients, sync_metrics
-    from manualpar.core.parameters.collectives import gather_array_with_mean_grads
-    from manualpar.core.parameters.sharded_parameter import ShardedParameter
-    from manualpar.core.program.inside_shard_map import (
+    from manualpar.by_hand import (
         accumulate_gradients,
         gather_examples,
         gather_params,
         shard_module_params,
         shard_params,
     )
+    from manualpar.core.mesh.mesh import abstract_mesh, make_mesh, simulate_devices
+    from manualpar.core.mesh.splitting import fold_rng_over_axis
+    from manualpar.core.modes.gradients import sync_gradients, sync_metrics
+    from manualpar.core.parameters.collectives import gather_array_with_mean_grads
+    from manualpar.core.parameters.sharded_parameter import ShardedParameter
     from manualpar.core.program.parameter_average import ema_params, params_ema
     from manualpar.core.program.program import Program
     from manualpar.core.state.metrics import print_metrics

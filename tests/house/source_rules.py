@@ -33,7 +33,7 @@ CHAPTERS = {
 
 # The folders of the package, and the folders of its core. A module may import modules of its own
 # folder, and of the folders that are before it in the list.
-WINGS = ("errors", "core", "checks", "strategies", "layers", "inspect", "system")
+WINGS = ("errors", "core", "by_hand", "checks", "strategies", "layers", "inspect", "system")
 WINGS += ("data", "models", "training", "planner", "commands")
 CORE = ("trees", "summary", "tracing", "mesh", "parameters", "state", "modes", "model")
 CORE += ("program",)
@@ -84,7 +84,7 @@ MAY_COMMUNICATE = frozenset(
         "core.parameters.quantized_collectives",
         "core.parameters.collectives",
         "core.parameters.sharded_parameter",
-        "core.program.inside_shard_map",
+        "by_hand",
         "layers",
         "strategies.diloco.steps",
     }
