@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import rich.console
 
-from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD
+from manualpar.checks.guarded_step import MAX_STEPS_AHEAD
 from manualpar.core.state.train_state import Batch, TrainState
 from manualpar.data import train_batches
 from manualpar.inspect import state_bytes

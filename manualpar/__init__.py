@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from manualpar.core.modes.gradients import sync_gradients, sync_metrics
     from manualpar.core.parameters.collectives import gather_array_with_mean_grads
     from manualpar.core.parameters.sharded_parameter import ShardedParameter
-    from manualpar.core.program.parameter_average import ema_params, params_ema
     from manualpar.core.program.program import Program
     from manualpar.core.state.metrics import print_metrics
     from manualpar.core.state.train_state import Batch, TrainState
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from manualpar.models.finetuning.adapter_files import load_adapters, merge_lora, save_adapters
     from manualpar.models.finetuning.lora import lora
     from manualpar.models.finetuning.quantized import quantized
+    from manualpar.parameter_average import ema_params, params_ema
     from manualpar.strategies.data_parallel import data_parallel
     from manualpar.strategies.diloco.builder import diloco
     from manualpar.strategies.fsdp import fsdp

@@ -5,6 +5,7 @@ from typing import Any, Unpack, cast
 
 import optax
 
+from manualpar.checks.guarded_step import guard_steps
 from manualpar.checks.program_check import check_program
 from manualpar.core.mesh.mesh_context import explain_shardings, no_mesh
 from manualpar.core.model.interface import Model
@@ -60,4 +61,4 @@ def build_checked(
     ):
         program = make_program(strategy, model, tx, loss_fn, complete)
         check_program(program)
-    return program
+    return guard_steps(program)

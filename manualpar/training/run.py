@@ -14,13 +14,13 @@ import rich.console
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.mesh.mesh import describe_links, describe_mesh
-from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.data.dataset import SPLITS
 from manualpar.errors import UsageError
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.inspect.step_ledger import describe_codes
+from manualpar.parameter_average import ema_params
 from manualpar.system.cluster import Cluster
 from manualpar.system.cluster.agreement import first_failure
 from manualpar.system.reports.tables import describe_bytes, print_line

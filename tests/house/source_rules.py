@@ -33,7 +33,17 @@ CHAPTERS = {
 
 # The folders of the package, and the folders of its core. A module may import modules of its own
 # folder, and of the folders that are before it in the list.
-WINGS = ("errors", "core", "by_hand", "checks", "strategies", "layers", "inspect", "system")
+WINGS = (
+    "errors",
+    "core",
+    "by_hand",
+    "parameter_average",
+    "checks",
+    "strategies",
+    "layers",
+    "inspect",
+    "system",
+)
 WINGS += ("data", "models", "training", "planner", "commands")
 CORE = ("trees", "summary", "tracing", "mesh", "parameters", "state", "modes", "model")
 CORE += ("program",)

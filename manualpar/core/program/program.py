@@ -10,7 +10,6 @@ jits the functions (`_assemble`). This uses no device, so the mesh may be abstra
 
 import abc
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -67,7 +66,6 @@ from manualpar.core.parameters.placement import (
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
 from manualpar.core.program.gradient_rounding import GradientRounding, gradient_rounding
-from manualpar.core.program.guarded_step import GuardedStep, check_state
 from manualpar.core.program.optimizer_update import Update, explain_optimizer
 from manualpar.core.program.state_arrays import Missing, adopt, check_has_devices, init_from, whole
 from manualpar.core.program.step import Step
@@ -235,7 +233,7 @@ class JittedSteps:
             donate_argnums=0,
             compiler_options=self._compiler_options,
         )
-        return cast(TrainStep, self._guard("train_step", jitted))
+        return cast(TrainStep, JittedOutsideMesh(jitted.jitted, self.abstract_others))
 
     def jit_eval_step(self, function: Callable[..., Any]) -> EvalStep:
         """Jits a `function(state, batch) -> metrics`."""
@@ -245,7 +243,7 @@ class JittedSteps:
             in_shardings=self._of_arguments,
             compiler_options=self._compiler_options,
         )
-        return cast(EvalStep, self._guard("eval_step", jitted))
+        return cast(EvalStep, JittedOutsideMesh(jitted.jitted, self.abstract_others))
 
     def jit_update(self, function: Callable[[TrainState], TrainState]) -> JittedOutsideMesh:
         """Jits a `function(state) -> state`; its calls donate the state."""
@@ -262,28 +260,11 @@ class JittedSteps:
     def _of_arguments(self) -> tuple[Any, ...]:
         return (self.shardings, None, *((self._others,) if self._others else ()))
 
-    def check(self, name: str) -> Callable[[Any], None]:
-        """Returns a function that refuses a state that does not fit; errors begin with `name`."""
-        return functools.partial(check_state, name, self.abstract_state)
-
     def _jit(
         self, function: Callable[..., Any], out_specs: Specs, **options: Any
     ) -> JittedOutsideMesh:
         on_auto = with_auto_axes(function, mesh=self.mesh, out_specs=out_specs)
         return JittedOutsideMesh(jax.jit(on_auto, **options))
-
-    def _guard(self, name: str, step: JittedOutsideMesh) -> Any:
-        step = JittedOutsideMesh(step.jitted, self.abstract_others)
-        if isinstance(self.mesh, AbstractMesh):  # Such a step can only be traced.
-            return step
-        return GuardedStep(
-            name,
-            step.jitted,
-            self.mesh,
-            self.check(name),
-            self.abstract_state,
-            abstract_others=self.abstract_others,
-        )
 
 
 # -------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from manualpar.checks.guarded_step import check_state
 from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
-from manualpar.core.program.guarded_step import check_state
 from manualpar.core.program.program import Program
 from manualpar.core.program.state_arrays import (
     Leaf,

@@ -23,8 +23,8 @@ import numpy as np
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
+from manualpar.checks.guarded_step import check_state
 from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
-from manualpar.core.program.guarded_step import check_state
 from manualpar.core.program.program import Program
 from manualpar.core.program.state_arrays import plain_leaves, variable_leaves
 from manualpar.core.state.train_state import TrainState

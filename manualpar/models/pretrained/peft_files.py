@@ -36,7 +36,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, AxisType
 
-from manualpar.core.program.guarded_step import check_state
+from manualpar.checks.guarded_step import check_state
 from manualpar.core.program.program import Program
 from manualpar.core.program.state_arrays import (
     plain_leaves,

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from manualpar.checks.guarded_step import check_state, guard
 from manualpar.core.mesh.axes import (
     AxisName,
     axes_size,
@@ -271,15 +272,19 @@ def build_diloco(
 
     def jit_outer(fragment: int) -> OuterStep:
         update = jitted.jit_update(functools.partial(steps.outer_step, fragment))
-        return OuterStep(update, jitted.check("outer_step"))
+        check = functools.partial(check_state, "outer_step", jitted.abstract_state)
+        return OuterStep(update, check)
 
     outer_steps = tuple(map(jit_outer, range(num_fragments)))
-    overlapped_steps = tuple(
-        jitted.jit_train_step(functools.partial(steps.overlapped_outer_step, fragment))
+    overlapping = (
+        functools.partial(steps.overlapped_outer_step, fragment)
         for fragment in range(num_fragments if overlap else 0)
     )
+    overlapped_steps = tuple(
+        guard("train_step", jitted.jit_train_step(each), jitted) for each in overlapping
+    )
     due_at = functools.partial(state.fragments.due_at, every=every)
-    inner_step = jitted.jit_train_step(steps.train)
+    inner_step = guard("train_step", jitted.jit_train_step(steps.train), jitted)
     train_step = CountedStep(inner_step, outer_steps, overlapped_steps, due_at, every)
     infos, placements = [info for info, _ in inner.parameters], jax.tree.leaves(step.placements)
     indices = iter(jax.tree.leaves(state.fragments.index))
@@ -310,7 +315,7 @@ def build_diloco(
         create=state.create,
         init=jitted.jit_init(state.create),
         train_step=cast(Any, train_step),
-        eval_step=jitted.jit_eval_step(step.evaluate),
+        eval_step=guard("eval_step", jitted.jit_eval_step(step.evaluate), jitted),
         step=step,
         outer=outer,
     )

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from manualpar import Batch, TrainState, data_parallel, fsdp, make_mesh
-from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD, GuardedStep
+from manualpar.checks.guarded_step import MAX_STEPS_AHEAD, GuardedStep
 from manualpar.core.program.state_arrays import check_alive
 from tests.paths import ROOT
 from tests.tiny import mean_loss

@@ -12,16 +12,19 @@ so their steps do not wait.
 """
 
 import collections
+import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.mesh_context import JittedOutsideMesh, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
+from manualpar.core.program.program import JittedSteps, Program
 from manualpar.core.program.state_arrays import check_alive, is_deleted
 from manualpar.core.state.metrics import UNEVEN
 from manualpar.core.state.train_state import TrainState, is_key
@@ -193,6 +196,34 @@ class GuardedStep(JittedOutsideMesh):
             oldest = self._in_flight.popleft()
             if not oldest.is_deleted():  # The caller may have donated this metric.
                 oldest.block_until_ready()
+
+
+def guard_steps(program: Program) -> Program:
+    """Guards the steps of a program."""
+    return dataclasses.replace(
+        program,
+        train_step=guard("train_step", program.train_step, program),
+        eval_step=guard("eval_step", program.eval_step, program),
+    )
+
+
+def guard(name: str, step: Any, made_for: Program | JittedSteps) -> Any:
+    """Guards a jitted step; a step on an abstract mesh, which can only be traced, stays as it is.
+
+    Args:
+      name: The name of the step, with which its errors begin.
+      made_for: The mesh and the abstract arrays that the step was jitted for.
+    """
+    if isinstance(made_for.mesh, AbstractMesh):
+        return step
+    return GuardedStep(
+        name,
+        step.jitted,
+        made_for.mesh,
+        functools.partial(check_state, name, made_for.abstract_state),
+        made_for.abstract_state,
+        abstract_others=made_for.abstract_others,
+    )
 
 
 def check_integers(name: str, tree: Any) -> None:
