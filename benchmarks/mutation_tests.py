@@ -41,10 +41,8 @@ FIRST = {
         "tests/laws/collections_test.py",
     ),
     "core.program.step:find_nonfinite*": ("tests/core/program/step_test.py",),
-    "core.parameters.quantized_collectives:*": (
-        "tests/core/parameters/quantized_collectives_test.py",
-    ),
-    "core.program.gradient_rounding:*": ("tests/core/program/gradient_rounding_test.py",),
+    "quantization.quantized_collectives:*": ("tests/quantization/quantized_collectives_test.py",),
+    "quantization.gradient_rounding:*": ("tests/quantization/gradient_rounding_test.py",),
     "strategies.diloco.*": ("tests/strategies/diloco/diloco_test.py",),
     "core.modes.gradients:reduce_gradient:*": ("tests/laws/roles_test.py",),
     "core.mesh.splitting:to_zigzag*": ("tests/laws/roles_test.py",),

@@ -11,12 +11,12 @@ from typing import Any
 import rich.console
 
 from manualpar.core.parameters.collectives import CommPolicy, Format
-from manualpar.core.parameters.quantized_collectives import make_quantizer
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.planner.closed_form.layout import AnyCode
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import FITS, LINES, PlannedCollective, StepEstimate
 from manualpar.planner.sweep import Compared, Outcome
+from manualpar.quantization.quantized_collectives import make_quantizer
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports import pictures
 from manualpar.system.reports.pictures import Bar

@@ -33,18 +33,9 @@ CHAPTERS = {
 
 # The folders of the package, and the folders of its core. A module may import modules of its own
 # folder, and of the folders that are before it in the list.
-WINGS = (
-    "errors",
-    "core",
-    "by_hand",
-    "parameter_average",
-    "checks",
-    "strategies",
-    "layers",
-    "inspect",
-    "system",
-)
-WINGS += ("data", "models", "training", "planner", "commands")
+WINGS = ("errors", "core", "by_hand", "parameter_average", "quantization", "checks")
+WINGS += ("strategies", "layers", "inspect", "system", "data", "models", "training", "planner")
+WINGS += ("commands",)
 CORE = ("trees", "summary", "tracing", "mesh", "parameters", "state", "modes", "model")
 CORE += ("program",)
 # Loose files: the public names, and what `python -m` finds.
@@ -91,7 +82,7 @@ MAY_COMMUNICATE = frozenset(
         "core.modes.variable_reduction",
         "core.modes.gradients",
         "core.program.step",
-        "core.parameters.quantized_collectives",
+        "quantization.quantized_collectives",
         "core.parameters.collectives",
         "core.parameters.sharded_parameter",
         "by_hand",

@@ -21,8 +21,7 @@ from manualpar.core.modes.layer_loops import Remat
 from manualpar.core.modes.strategy import ModeName, Stages
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.collectives import CommPolicy, Format
-from manualpar.core.parameters.quantized_collectives import ReduceCode, make_quantizer
+from manualpar.core.parameters.collectives import CommPolicy, Format, Quantizer, ReduceCode
 from manualpar.errors import check_choice
 
 # -------------------------------------------------------------------------------------------------
@@ -286,7 +285,7 @@ class ProgramOptions(TypedDict, total=False):
         reduction over `replica_axis`. With `axis_by_axis` gradients are quantized again for each
         axis.
       error_feedback: Whether the error of quantizing a device's gradient is added to the device's
-        gradient in the next step, see `manualpar.core.program.gradient_rounding`. For gradients
+        gradient in the next step, see `manualpar.quantization.gradient_rounding`. For gradients
         that are reduced once a step.
       stochastic_rounding: Whether `reduce_code` rounds up or down at random, so that the expected
         rounding error is 0.
@@ -434,7 +433,11 @@ def lists_options(own: OptionTable) -> Callable[[_Builder], _Builder]:
 StoredDtypes = tuple[str | None, str | None]
 
 
-def choose_formats(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, CommPolicy]:
+def choose_formats(
+    strategy: str,
+    options: Mapping[str, Any],
+    make_quantizer: Callable[[ReduceCode | None], Quantizer | None],
+) -> tuple[StoredDtypes, CommPolicy]:
     """Returns the dtypes in which parameters are stored, and the policy of their communication."""
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):

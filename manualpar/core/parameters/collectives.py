@@ -12,7 +12,7 @@ set of axes is in this file.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,10 @@ from manualpar.core.tracing.scopes import (
 # The formats in which parameters and gradients are sent.
 #
 # A collective over several mesh axes runs over all axes at once, or over one axis after the other.
+
+
+Quantization = Literal["int8", "int4"]
+ReduceCode = Literal[Quantization, "bfloat16"]
 
 
 class Quantizer(Protocol):

@@ -49,7 +49,7 @@ from manualpar.core.modes.strategy import (
     place_parameter,
 )
 from manualpar.core.parameters.annotations import check_rules
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.collectives import CommPolicy, Quantizer, ReduceCode
 from manualpar.core.parameters.placement import (
     ParameterInfo,
     Placement,
@@ -65,10 +65,9 @@ from manualpar.core.parameters.placement import (
     with_shardings,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.program.gradient_rounding import GradientRounding, gradient_rounding
 from manualpar.core.program.optimizer_update import Update, explain_optimizer
 from manualpar.core.program.state_arrays import Missing, adopt, check_has_devices, init_from, whole
-from manualpar.core.program.step import Step
+from manualpar.core.program.step import Rounding, Step
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized, describe_shapes, describe_tree
@@ -93,7 +92,7 @@ class InitialState:
         model: TracedModel,
         tx: optax.GradientTransformation,
         placements: Placements,
-        rounding: GradientRounding,
+        rounding: Rounding,
     ) -> None:
         placements = model.own(placements)
         self._model, self._tx, self._placements, self._rounding = model, tx, placements, rounding
@@ -546,18 +545,33 @@ class Program(Summarized):
         return state if self.outer is None else self.outer.change_replicas(self, state)
 
 
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How a program sends numbers in fewer bits, see `manualpar.quantization`.
+
+    Attributes:
+      make_quantizer: Makes the quantizer of an option `gather_code` or `reduce_code`.
+      make_rounding: Makes the rounding of quantized gradients from the strategy, the trained
+        parameters, their placements, the mode and the options.
+    """
+
+    make_quantizer: Callable[[ReduceCode | None], Quantizer | None]
+    make_rounding: Callable[..., Rounding]
+
+
 def make_program(
     strategy: Strategy,
     model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     options: ProgramOptions,
+    quantization: Quantization,
 ) -> Program:
     """Makes a program without the checks of `manualpar.strategies.build.build_program`.
 
     `options` are complete. The steps have not been traced.
     """
-    batch, step, states = _design(strategy, model, tx, loss_fn, options)
+    batch, step, states = _design(strategy, model, tx, loss_fn, options, quantization)
     return _assemble(batch, step, states, options)
 
 
@@ -567,6 +581,7 @@ def _design(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     options: ProgramOptions,
+    quantization: Quantization,
 ) -> tuple[Any, Step, InitialState]:
     """Decides the shardings of the state and the operations of a step.
 
@@ -587,7 +602,7 @@ def _design(
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
-    stored_dtypes, comm = choose_formats(name, options)
+    stored_dtypes, comm = choose_formats(name, options, quantization.make_quantizer)
     # If there are replica axes, only reductions over them are quantized.
     if comm.reduce.quantizer and strategy.replica_axes:
         comm = dataclasses.replace(comm, quantized_axes=strategy.replica_axes)
@@ -630,7 +645,7 @@ def _design(
             placements[key] = other.placements
     num_minibatches = options["num_minibatches"]
     leaves = trained(traced_model.parameters), trained(placements)
-    rounding = gradient_rounding(strategy, *leaves, mode=mode, options=options)
+    rounding = quantization.make_rounding(strategy, *leaves, mode=mode, options=options)
     states = InitialState(traced_model, tx, placements, rounding)
     step = Step(
         strategy=strategy,

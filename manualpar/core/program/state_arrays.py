@@ -170,7 +170,7 @@ _MENDS = {
     "batch": "an earlier call donated it or its delete() was called. Make the batch again before "
     "every step that donates it, or do not donate it.",
 }
-RESIDUALS = "local/residuals/"  # See `manualpar.core.program.gradient_rounding`.
+RESIDUALS = "local/residuals/"  # See `manualpar.quantization.gradient_rounding`.
 
 
 def init_from(

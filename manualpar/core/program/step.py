@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -59,7 +59,6 @@ from manualpar.core.parameters.sharded_parameter import (
     unpad_leaf,
     zeros_of_shard,
 )
-from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.metrics import UNEVEN, Metrics, StepSums, mean
 from manualpar.core.state.train_state import TrainState
@@ -80,6 +79,45 @@ from manualpar.core.trees import (
 # What a step carries to the next one, beside parameters and the optimizer's state.
 Carried: TypeAlias = tuple[Collections, PerDevice]
 _NO_OTHERS: Mapping[str, Any] = types.MappingProxyType({})
+
+
+class Rounding:
+    """The rounding of a step's quantized gradients: to the nearest number that can be sent.
+
+    `manualpar.quantization.gradient_rounding` has subclasses, which correct the rounding's errors.
+    """
+
+    def specs(self) -> dict[str, Any]:
+        """Returns the specs of `TrainState.local`."""
+        return {}
+
+    def zeros(self) -> dict[str, Any]:
+        """Returns the initial `TrainState.local`."""
+        return {}
+
+    def with_keys(self, rng: jax.Array, *trees: Params) -> Sequence[Params]:
+        """Gives each box in `trees` its key for stochastic rounding in this step, if needed."""
+        del rng
+        return trees
+
+    def reduce(
+        self,
+        reduce: Callable[[Params, Grads], Grads],
+        grad_boxes: Params,
+        grads: Grads,
+        per_device: PerDevice,
+    ) -> tuple[Grads, PerDevice]:
+        """Reduces gradients over the devices by `reduce(grad_boxes, grads)`.
+
+        Args:
+          grad_boxes: The tree of parameters, in boxes that are sharded like the gradients.
+          grads: The tree of gradients; gradients that are already scattered are in boxes.
+          per_device: The state that differs between devices, `TrainState.local`.
+
+        Returns:
+          The reduced gradients, and the new `per_device`.
+        """
+        return reduce(grad_boxes, grads), per_device
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -111,7 +149,7 @@ class Step(Summarized):
     schedule: Accumulation = unrolled
     pipeline: Pipelined | None = None
     nonfinite: Nonfinite = "ignore"
-    rounding: GradientRounding = dataclasses.field(default_factory=GradientRounding)
+    rounding: Rounding = dataclasses.field(default_factory=Rounding)
     loops: LayerLoops = dataclasses.field(default_factory=LayerLoops)
 
     def train(

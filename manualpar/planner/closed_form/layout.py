@@ -26,13 +26,12 @@ from manualpar.core.mesh.mesh import abstract_mesh
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.options import with_defaults
 from manualpar.core.modes.strategy import Strategy, place_parameter
-from manualpar.core.parameters.collectives import CommPolicy, Format
+from manualpar.core.parameters.collectives import CommPolicy, Format, ReduceCode
 from manualpar.core.parameters.placement import (
     describe_parameters,
     route_parameter,
     split_over_stages,
 )
-from manualpar.core.parameters.quantized_collectives import ReduceCode, make_quantizer
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.trees import path_name
 from manualpar.inspect.expected_bytes import ParameterForm
@@ -46,6 +45,7 @@ from manualpar.models.transformer import (
     size_of_vocabulary,
 )
 from manualpar.models.transformer_collectives import slots_of_expert
+from manualpar.quantization.quantized_collectives import make_quantizer
 from manualpar.strategies import BUILT_IN
 from manualpar.strategies.fsdp import fully_sharded
 from manualpar.strategies.shared_options import REPLICATED_SHARDING, ReplicaMean

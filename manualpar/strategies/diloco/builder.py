@@ -32,15 +32,15 @@ from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn, Metrics
 from manualpar.core.model.options import PROGRAM_OPTIONS, ProgramOptions, first_sentences
-from manualpar.core.parameters.collectives import CommPolicy, Format
+from manualpar.core.parameters.collectives import CommPolicy, Format, Quantization
 from manualpar.core.parameters.placement import with_shardings
-from manualpar.core.parameters.quantized_collectives import BlockQuantizer, Quantization
 from manualpar.core.program.program import JittedSteps, OuterSteps, Program, StepFunction
 from manualpar.core.program.state_arrays import check_alive, is_deleted
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import METRICS_SCOPE, purpose_of
 from manualpar.errors import check_choice
+from manualpar.quantization.quantized_collectives import BlockQuantizer
 from manualpar.strategies.diloco.state import DiLoCoState
 from manualpar.strategies.diloco.steps import ReplicaSteps, replicated_step
 from manualpar.strategies.fsdp import fsdp

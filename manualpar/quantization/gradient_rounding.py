@@ -31,6 +31,7 @@ from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.parameters.placement import ParameterInfo, Route
 from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
+from manualpar.core.program.step import Rounding
 from manualpar.core.trees import Grads, Infos, Params, PerDevice, Placements
 
 
@@ -172,7 +173,7 @@ class ErrorFeedback(_ReductionQuantizer):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientRounding:
+class GradientRounding(Rounding):
     """The rounding of a step's quantized gradients; by default to the nearest code.
 
     Attributes:
@@ -217,14 +218,7 @@ class GradientRounding:
     ) -> tuple[Grads, PerDevice]:
         """Adds the residuals to gradients, reduces them over the devices, and updates residuals.
 
-        Args:
-          reduce: `reduce(grad_boxes, grads)` reduces gradients, with the quantizers in the boxes.
-          grad_boxes: The tree of parameters, in boxes that are sharded like the gradients.
-          grads: The tree of gradients; gradients that are already scattered are in boxes.
-          per_device: The state that differs between devices, `TrainState.local`.
-
-        Returns:
-          The reduced gradients, and the new `per_device`.
+        `reduce` uses the quantizers in the boxes; see `Rounding.reduce` for the arguments.
         """
         if not self.residuals:
             return reduce(grad_boxes, grads), per_device

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from manualpar.core.parameters.collectives import Quantization, ReduceCode
 from manualpar.core.tracing.scopes import DECODE_SCOPE
 
 # -------------------------------------------------------------------------------------------------
@@ -52,7 +53,6 @@ from manualpar.core.tracing.scopes import DECODE_SCOPE
 # - The shapes of codes and scales give the length of the blocks. The last block may be shorter.
 
 
-Quantization = Literal["int8", "int4"]
 LARGEST_CODE: dict[Quantization, int] = {"int8": 127, "int4": 7}
 BITS: dict[Quantization, int] = {"int8": 8, "int4": 4}
 SCALE_BYTES = 2
@@ -225,7 +225,6 @@ def unpack_codes(packed: jax.Array, n: int, code: Quantization) -> jax.Array:
 
 
 # The formats in which gradients are sent to be summed in float32.
-ReduceCode = Literal["int8", "int4", "bfloat16"]
 # The most devices whose numbers are added one by one, because the program has each of them.
 MOST_TERMS = 64
 

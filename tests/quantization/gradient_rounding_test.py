@@ -15,12 +15,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.parameters.quantized_collectives import BlockQuantizer
-from manualpar.core.program.gradient_rounding import StochasticQuantizer
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.models import Context, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.flat_fields import nest_fields
+from manualpar.quantization.gradient_rounding import StochasticQuantizer
+from manualpar.quantization.quantized_collectives import BlockQuantizer
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.replicas import ReplicaSentinel
 from tests.core.model.nnx_stacks import Stack

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from manualpar.core.parameters.quantized_collectives import (
+from manualpar.quantization.quantized_collectives import (
     BITS,
     LARGEST,
     LARGEST_CODE,

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.core.parameters import quantized_collectives
-from manualpar.core.parameters.quantized_collectives import make_quantizer
 from manualpar.inspect import trace_collectives
+from manualpar.quantization import quantized_collectives
+from manualpar.quantization.quantized_collectives import make_quantizer
 from tests.one_device import slow_unless
 
 MESHES = {
