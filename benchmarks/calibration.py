@@ -41,10 +41,10 @@ import rich.console
 from benchmarks.published_figures import PublishedFigure
 from benchmarks.published_rows import FIGURES
 from benchmarks.results import note_conditions, write_results
+from manualpar.inspect.tables import Column, describe_share, print_table
 from manualpar.planner.closed_form.layout_estimate import estimate_layout
 from manualpar.planner.hardware import FITTED_ATTENTION, FITTED_PRODUCTS, SAME_PRODUCTS
 from manualpar.planner.plan import StepEstimate
-from manualpar.system.reports.tables import Column, describe_share, print_table
 
 RESULTS = Path(__file__).parent / "calibration.json"
 Shares = Mapping[str, float]  # Each share by its name, such as "products v5p", "attention torus".

@@ -52,13 +52,7 @@ from manualpar.inspect import (
     trace_outer_steps,
 )
 from manualpar.inspect.step_ledger import describe_codes
-from manualpar.models import Transformer
-from manualpar.models.transformer_collectives import transformer_sends
-from manualpar.strategies import Field, strategy_kinds
-from manualpar.strategies.registry import fields_of_manual_mode
-from manualpar.system.reports import pictures
-from manualpar.system.reports.pictures import Bar
-from manualpar.system.reports.tables import (
+from manualpar.inspect.tables import (
     UNKNOWN,
     Column,
     describe_bytes,
@@ -67,6 +61,12 @@ from manualpar.system.reports.tables import (
     print_table,
     print_wrapped,
 )
+from manualpar.models import Transformer
+from manualpar.models.transformer_collectives import transformer_sends
+from manualpar.strategies import Field, strategy_kinds
+from manualpar.strategies.registry import fields_of_manual_mode
+from manualpar.system.reports import pictures
+from manualpar.system.reports.pictures import Bar
 from manualpar.system.storage.untrusted import write_file
 from manualpar.training.config_fields import FIELDS
 from manualpar.training.experiment import Experiment, prepare

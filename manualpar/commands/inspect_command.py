@@ -73,6 +73,19 @@ from manualpar.inspect.ledger_difference import (
 from manualpar.inspect.scope_parsing import LAYER_SCOPES, OTHER
 from manualpar.inspect.state_layout import trained_parts
 from manualpar.inspect.step_ledger import ledger
+from manualpar.inspect.tables import (
+    UNKNOWN,
+    Column,
+    describe_bytes,
+    describe_count,
+    describe_difference,
+    describe_flops,
+    describe_share,
+    print_line,
+    print_table,
+    share_of,
+    text_columns,
+)
 from manualpar.layers.pipeline.executor import PipelineRun
 from manualpar.layers.pipeline.schedules import (
     Costs,
@@ -86,19 +99,6 @@ from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.planner.hardware import chip_named
 from manualpar.system.reports import pictures
 from manualpar.system.reports.pictures import Bar
-from manualpar.system.reports.tables import (
-    UNKNOWN,
-    Column,
-    describe_bytes,
-    describe_count,
-    describe_difference,
-    describe_flops,
-    describe_share,
-    print_line,
-    print_table,
-    share_of,
-    text_columns,
-)
 from manualpar.system.storage.untrusted import read_object, write_named_file
 from manualpar.training.experiment import Experiment, prepare
 

@@ -23,6 +23,7 @@ from manualpar.commands.results import (
 )
 from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.errors import UsageError, nearest
+from manualpar.inspect.tables import print_line
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import STRATEGIES, check_closed_form
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
@@ -54,7 +55,6 @@ from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, t
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import TPU, compile_for_tpu
 from manualpar.strategies import strategy_kinds
-from manualpar.system.reports.tables import print_line
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.monitoring.run_files import CONFIG_FILE

@@ -30,6 +30,7 @@ from manualpar.inspect.compiled import (
 )
 from manualpar.inspect.flops import CUDNN_PRODUCTS
 from manualpar.inspect.scope_parsing import compiled_scopes, module_of, phase_of
+from manualpar.inspect.throughput import Throughput
 from manualpar.planner.compiled_timeline import (
     ALL_LINKS,
     FREE_OPCODES,
@@ -50,7 +51,6 @@ from manualpar.planner.timed_collectives import (
     planned_collectives,
 )
 from manualpar.planner.topology import Ring, Topology, is_closed, ring_over
-from manualpar.training.monitoring.throughput import Throughput
 
 NUM_NOTED, NUM_NOTED_HIDDEN = 5, 3
 Key = TypeVar("Key")

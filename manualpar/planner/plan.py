@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manualpar.core.summary import Summarized
-from manualpar.system.reports.tables import (
+from manualpar.inspect.tables import (
     Column,
     describe_bytes,
     describe_count,
     describe_seconds,
     describe_share,
 )
-from manualpar.training.monitoring.throughput import Throughput
+from manualpar.inspect.throughput import Throughput
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,7 @@ import rich.console
 
 from manualpar.core.parameters.collectives import CommPolicy, Format
 from manualpar.inspect.step_ledger import describe_codes
-from manualpar.planner.closed_form.layout import AnyCode
-from manualpar.planner.hardware import Chip
-from manualpar.planner.plan import FITS, LINES, PlannedCollective, StepEstimate
-from manualpar.planner.sweep import Compared, Outcome
-from manualpar.quantization.quantized_collectives import make_quantizer
-from manualpar.strategies import strategy_kinds
-from manualpar.system.reports import pictures
-from manualpar.system.reports.pictures import Bar
-from manualpar.system.reports.tables import (
+from manualpar.inspect.tables import (
     Column,
     describe_bytes,
     describe_count,
@@ -32,6 +24,14 @@ from manualpar.system.reports.tables import (
     print_wrapped,
     text_columns,
 )
+from manualpar.planner.closed_form.layout import AnyCode
+from manualpar.planner.hardware import Chip
+from manualpar.planner.plan import FITS, LINES, PlannedCollective, StepEstimate
+from manualpar.planner.sweep import Compared, Outcome
+from manualpar.quantization.quantized_collectives import make_quantizer
+from manualpar.strategies import strategy_kinds
+from manualpar.system.reports import pictures
+from manualpar.system.reports.pictures import Bar
 from manualpar.training.task import SPLIT_AXIS
 
 SHOWN = 12  # Rows of each part of a search.

@@ -37,11 +37,11 @@ from manualpar.inspect.communication import Around, Collective, read_stage, summ
 from manualpar.inspect.flops import Product, TickParts, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
+from manualpar.inspect.throughput import Throughput
 from manualpar.layers.attention.causal_attention import best_kind
 from manualpar.models import Transformer
 from manualpar.models.transformer import context_on, heads_of_device, size_of_head
 from manualpar.planner.hardware import Chip
-from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import CONTEXT_AXIS
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")

@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import ml_collections
 import optax
 
+from manualpar.inspect.throughput import Throughput
 from manualpar.models import Transformer
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
@@ -40,7 +41,6 @@ from manualpar.planner.topology import (
 )
 from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import build_experiment
-from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, split_of, splits_layers
 
 REMATS = ("none", "dots", "full")

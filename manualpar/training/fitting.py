@@ -18,8 +18,8 @@ from manualpar.core.state.train_state import TrainState
 from manualpar.data import BatchStream, ExampleSplit, as_dataset
 from manualpar.data.dataset import SPLITS
 from manualpar.errors import nearest
+from manualpar.inspect.tables import print_line
 from manualpar.system.cluster import Cluster, initialize
-from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, as_path
 from manualpar.training.agreed_facts import experiment_facts, run_facts
 from manualpar.training.config import OWN, complete_config, fields_of, flatten_config, named_config

@@ -7,6 +7,7 @@ import types
 import pytest
 from ml_collections import ConfigDict
 
+from manualpar.inspect.throughput import Throughput
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_estimate import estimate_layout
 from manualpar.planner.compiled_timeline import on_all_links, read_timeline
@@ -19,7 +20,6 @@ from manualpar.planner.sweep import Builder, sweep
 from manualpar.planner.topology import parse_topology, place_axes
 from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.training.config import load_config
-from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import make_task
 from tests.paths import ROOT
 from tests.planner.fake_worker import FACTS, answer

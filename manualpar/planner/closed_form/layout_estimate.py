@@ -34,6 +34,7 @@ from manualpar.inspect.communication import Collective, grouped, total_bytes
 from manualpar.inspect.expected_bytes import ParameterForm
 from manualpar.inspect.flops import ROWS, TickParts
 from manualpar.inspect.layer_formulas import BACKWARD, FLOAT32, FORWARD, INT32, RECOMPUTED
+from manualpar.inspect.throughput import Throughput
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
@@ -62,7 +63,6 @@ from manualpar.planner.step_work import PartWork, PipelineWork, StepWork
 from manualpar.planner.timed_collectives import Rings
 from manualpar.planner.topology import Topology
 from manualpar.strategies.shared_options import PARAMETER_SHARDING
-from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import CONTEXT_AXIS, STAGE_AXIS
 
 

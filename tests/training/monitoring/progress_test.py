@@ -6,7 +6,7 @@ import re
 import pytest
 import rich.console
 
-from manualpar.system.reports.tables import print_line
+from manualpar.inspect.tables import print_line
 from manualpar.training.monitoring.progress import (
     LOG_WIDTH,
     TrainingProgress,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import rich.console
 
-from manualpar.system.reports.tables import (
+from manualpar.inspect.tables import (
     Column,
     describe_bytes,
     describe_count,

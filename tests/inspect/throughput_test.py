@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from manualpar.training.monitoring.throughput import (
+from manualpar.inspect.throughput import (
     PEAKS,
     Throughput,
     lowest_peak,
