@@ -24,8 +24,9 @@ from manualpar.models.flat_fields import with_fields
 from manualpar.models.transformer import Transformer, flops_per_token
 from manualpar.planner import roofline
 from manualpar.planner.hardware import CHIPS, Chip, chip_named
-from manualpar.planner.step_work import has_kernel, read_work
+from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import topology_of_size
+from manualpar.plans.sweep import has_kernel
 
 LOGITS = "manual fsdp, whole logits"
 OURS = ", our options"

@@ -158,9 +158,9 @@ GROUPS = (
             "manualpar.planner.step_work.read_work",
             "manualpar.planner.roofline.estimate",
             "manualpar.planner.plan.StepEstimate",
-            "manualpar.planner.tpu_compiler.compile_for_tpu",
-            "manualpar.planner.gpu_compiler.compile_for_gpu",
-            "manualpar.planner.closed_form.layout_search.rank_layouts",
+            "manualpar.plans.tpu_compiler.compile_for_tpu",
+            "manualpar.plans.gpu_compiler.compile_for_gpu",
+            "manualpar.plans.closed_form.layout_search.rank_layouts",
         ),
     ),
     Group(

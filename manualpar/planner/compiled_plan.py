@@ -61,7 +61,7 @@ MODEL = "Transformer"  # Flax begins every scope with the model's name.
 class CompiledStep(Summarized):
     """A training step as XLA has compiled it for a topology.
 
-    `facts` is the result of `manualpar.planner.compiler_worker`: name, mesh, sizes, and versions.
+    `facts` is the result of `manualpar.plans.compiler_worker`: name, mesh, sizes, and versions.
     If the step fits, `facts["memory"]` has the bytes on a chip by `arguments`, `outputs`, `aliased`
     (outputs in the place of arguments), `temporaries`, `code` and `peak`, and `text` is the
     program. Otherwise `facts["out_of_memory"]` is the compiler's message, and `text` is "".

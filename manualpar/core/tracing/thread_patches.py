@@ -16,7 +16,7 @@ These need such a replacement, because no hook of JAX or flax reaches them:
 - `nnx.Variable.set_value`, see `refusing_set_params`: a call may set a parameter of any type.
 - The function with which `nnx.bridge.ToNNX` makes variables of Linen, see `boxes_in_linen`. Flax
   calls it by its name, and a bridge has no hook.
-- JAX's checks of cuDNN, see `planner.compiler_worker`.
+- JAX's checks of cuDNN, see `plans.compiler_worker`.
 """
 
 import contextlib

@@ -90,7 +90,7 @@ def planned_device(device: Device) -> Iterator[None]:
     """Chooses attention for a device that this process need not have.
 
     JAX itself still asks for the GPU and the cuDNN of this process before it traces cuDNN's kernel,
-    see `manualpar.planner.compiler_worker`.
+    see `manualpar.plans.compiler_worker`.
     """
     token = _planned.set(device)
     try:

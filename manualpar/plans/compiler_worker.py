@@ -1,9 +1,9 @@
 """Compiles a training step for TPUs or GPUs that are not here, in a separate process.
 
-    python -m manualpar.planner.compiler_worker FOLDER
+    python -m manualpar.plans.compiler_worker FOLDER
 
 The worker reads `request.json` in the folder, and writes the program's text to `program.txt` and
-everything else, also errors, to `result.json`. `manualpar.planner.compiler_process` starts the
+everything else, also errors, to `result.json`. `manualpar.plans.compiler_process` starts the
 worker, with the environment variables that the compiler needs on a machine without the devices. The
 worker is a separate process because these variables would keep a training process from looking for
 its devices, and because a crash in the compiler ends the process.
@@ -29,7 +29,7 @@ from manualpar.core.tracing.thread_patches import replaced_in_thread
 from manualpar.inspect import state_bytes
 from manualpar.layers.attention.causal_attention import Device, planned_device
 from manualpar.planner.hardware import chip_named, kernels_in
-from manualpar.planner.planned_experiment import prepare_planned
+from manualpar.plans.planned_experiment import prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.system.storage.untrusted import write_file
 from manualpar.training.experiment import Experiment
@@ -175,7 +175,7 @@ if __name__ == "__main__":
 # JAX examines the GPU and the cuDNN of this process before it traces cuDNN's kernel, and has no
 # setting for another GPU. So `tracing_for` replaces JAX's checks, whose names JAX does not
 # promise, in the calling thread as long as a trace lasts. Only the process of a compiler
-# (`manualpar.planner.compiler_worker`) does so; no training does. If a version of JAX has other
+# (`manualpar.plans.compiler_worker`) does so; no training does. If a version of JAX has other
 # checks, the context refuses it.
 
 

@@ -8,9 +8,18 @@ import ml_collections
 import pytest
 
 from manualpar.planner.roofline import estimate
-from manualpar.planner.step_work import has_kernel
-from manualpar.planner.sweep import Builder, Candidate, _bases, scaling_curves, sweep
-from manualpar.planner.topology import Topology, group_sizes, mesh_like, parse_topology, split_sizes
+from manualpar.planner.topology import Topology, parse_topology
+from manualpar.plans.sweep import (
+    Builder,
+    Candidate,
+    _bases,
+    group_sizes,
+    has_kernel,
+    mesh_like,
+    scaling_curves,
+    split_sizes,
+    sweep,
+)
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task
@@ -126,7 +135,7 @@ def test_groups_lie_in_a_node_or_a_slice(name, sizes):
 
 
 def test_a_curve_has_as_many_examples_on_each_device(builder, monkeypatch):
-    monkeypatch.setattr("manualpar.planner.sweep.CHIP_COUNTS", (8, 32))
+    monkeypatch.setattr("manualpar.plans.sweep.CHIP_COUNTS", (8, 32))
     candidate = Candidate("hsdp", {"replica": 2, "data": 8}, 1, "", "")
     curves = scaling_curves(builder, parse_topology("h100:16"), {"hsdp": candidate})
     [(first, small), (second, large)] = [*curves["hsdp"], *[(None, None)] * 2][:2]

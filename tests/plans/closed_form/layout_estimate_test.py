@@ -13,25 +13,25 @@ from manualpar.inspect.communication import summed
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import nest_fields, with_fields
-from manualpar.planner.closed_form.layout import Layout, find_obstacle, sizes_on_device
-from manualpar.planner.closed_form.layout_estimate import LayoutEstimator, estimate_layout
-from manualpar.planner.closed_form.layout_search import (
+from manualpar.planner.roofline import estimate
+from manualpar.planner.step_work import read_work
+from manualpar.planner.topology import parse_topology
+from manualpar.plans.closed_form.layout import Layout, find_obstacle, sizes_on_device
+from manualpar.plans.closed_form.layout_estimate import LayoutEstimator, estimate_layout
+from manualpar.plans.closed_form.layout_search import (
     config_of_layout,
     factorisations,
     fastest_of_each_mesh,
     layout_fields,
     rank_layouts,
 )
-from manualpar.planner.closed_form.layout_work import (
+from manualpar.plans.closed_form.layout_work import (
     activation_slots,
     layer_products,
     state_elements,
     step_memory_of,
 )
-from manualpar.planner.roofline import estimate
-from manualpar.planner.step_work import read_work
-from manualpar.planner.sweep import throughput_of
-from manualpar.planner.topology import parse_topology
+from manualpar.plans.sweep import throughput_of
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task

@@ -1,7 +1,7 @@
 import pytest
 from ml_collections import ConfigDict
 
-from manualpar.planner.planned_experiment import prepare_planned
+from manualpar.plans.planned_experiment import prepare_planned
 from manualpar.training.config import load_config
 from manualpar.training.task import make_task
 from tests.paths import ROOT

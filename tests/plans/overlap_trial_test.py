@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from ml_collections import ConfigDict
 
-from manualpar.planner.overlap_trial import compile_both
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import parse_topology
+from manualpar.plans.overlap_trial import compile_both
 
 GIB = 2**30
 PLAN = StepEstimate(

@@ -7,17 +7,17 @@ import shlex
 import pytest
 import rich.console
 
-from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.plan import PlannedCollective, StepEstimate
-from manualpar.planner.plan_report import (
+from manualpar.plans.closed_form.layout import Layout
+from manualpar.plans.plan_report import (
     print_closed_form,
     print_plans,
     print_search,
     print_sources,
     print_traced,
 )
-from manualpar.planner.sweep import Candidate, Outcome
+from manualpar.plans.sweep import Candidate, Outcome
 
 PLAN = StepEstimate(
     name="fsdp manual",

@@ -10,15 +10,15 @@ import pytest
 from ml_collections import ConfigDict
 
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
-from manualpar.planner.compiler_process import CompilerError, run_compiler
-from manualpar.planner.compiler_worker import is_out_of_hbm, text_of
 from manualpar.planner.hardware import chip_named, kernel_efficiency
-from manualpar.planner.tpu_compiler import TPU, compile_for_tpu
+from manualpar.plans.compiler_process import CompilerError, run_compiler
+from manualpar.plans.compiler_worker import is_out_of_hbm, text_of
+from manualpar.plans.tpu_compiler import TPU, compile_for_tpu
 from manualpar.training.config import load_config
 from tests.paths import ROOT
-from tests.planner.fake_worker import FACTS, answer
+from tests.plans.fake_worker import FACTS, answer
 
-DATA = Path(__file__).parent / "tpu"
+DATA = Path(__file__).parents[1] / "planner" / "tpu"
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(
     not HAS_LIBTPU,

@@ -2,9 +2,9 @@
 
 The compiler is in the wheel of JAX's CUDA plugin, and needs no GPU, no driver and no other library
 of NVIDIA: a description of the chip replaces the GPU (`manualpar.planner.gpu_targets`).
-`manualpar.planner.compiler_process` runs the compiler.
+`manualpar.plans.compiler_process` runs the compiler.
 
-The worker traces attention for the planned chip (`manualpar.planner.compiler_worker`). Calls of
+The worker traces attention for the planned chip (`manualpar.plans.compiler_worker`). Calls of
 cuDNN's kernels stay calls in the compiled program, so cuDNN is not needed.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.planner import compiler_worker as worker
 from manualpar.planner.compiled_plan import plan_of
-from manualpar.planner.compiler_process import Compiler, run_compiler
 from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import Topology, levels_of
+from manualpar.plans import compiler_worker as worker
+from manualpar.plans.compiler_process import Compiler, run_compiler
 
 PACKAGES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 INSTALL = 'pip install "manualpar[gpu-compiler]"'
@@ -58,7 +58,7 @@ def _refuse(topology: Topology) -> str:
     return (
         f"topology {topology.name!r} is of {topology.chip.name}, expected one of "
         f"{', '.join(GPU_TARGETS)}, because XLA's GPU compiler needs a description of the chip. "
-        "Use the roofline's estimate, or for TPUs manualpar.planner.tpu_compiler.compile_for_tpu."
+        "Use the roofline's estimate, or for TPUs manualpar.plans.tpu_compiler.compile_for_tpu."
     )
 
 

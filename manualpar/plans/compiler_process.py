@@ -1,8 +1,8 @@
 """Runs one of XLA's compilers for devices that are not here, in a separate process.
 
-The process, `manualpar.planner.compiler_worker`, writes the program's text and some facts about the
+The process, `manualpar.plans.compiler_worker`, writes the program's text and some facts about the
 program to a folder. `manualpar.planner.compiled_plan` makes a `StepEstimate` from the text and the
-facts. `manualpar.planner.tpu_compiler` and `manualpar.planner.gpu_compiler` define how each
+facts. `manualpar.plans.tpu_compiler` and `manualpar.plans.gpu_compiler` define how each
 compiler is started, and explain its errors.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.planner import compiler_worker as worker
 from manualpar.planner.compiled_plan import CompiledStep
 from manualpar.planner.topology import Topology, parse_topology
+from manualpar.plans import compiler_worker as worker
 from manualpar.strategies import strategy_kinds
 from manualpar.system.storage.untrusted import write_file
 
@@ -109,7 +109,7 @@ def _run_worker(compiler: Compiler, folder: Path, topology: Topology) -> dict[st
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "manualpar.planner.compiler_worker", str(folder)],
+                [sys.executable, "-m", "manualpar.plans.compiler_worker", str(folder)],
                 env=environment,
                 timeout=TIMEOUT,
                 stdout=stderr,

@@ -39,7 +39,12 @@ from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
 from manualpar.models.transformer_collectives import COPIES, MinibatchCollectives
-from manualpar.planner.closed_form.layout import (
+from manualpar.planner.plan import StepEstimate
+from manualpar.planner.roofline import estimate
+from manualpar.planner.step_work import PartWork, PipelineWork, StepWork
+from manualpar.planner.timed_collectives import Rings
+from manualpar.planner.topology import Topology
+from manualpar.plans.closed_form.layout import (
     LAYERS,
     DeviceSizes,
     Layout,
@@ -50,18 +55,13 @@ from manualpar.planner.closed_form.layout import (
     parameter_forms,
     sizes_on_device,
 )
-from manualpar.planner.closed_form.layout_work import (
+from manualpar.plans.closed_form.layout_work import (
     SINGLE,
     STATE,
     state_elements,
     step_memory_of,
     step_products,
 )
-from manualpar.planner.plan import StepEstimate
-from manualpar.planner.roofline import estimate
-from manualpar.planner.step_work import PartWork, PipelineWork, StepWork
-from manualpar.planner.timed_collectives import Rings
-from manualpar.planner.topology import Topology
 from manualpar.strategies.shared_options import PARAMETER_SHARDING
 from manualpar.training.task import CONTEXT_AXIS, STAGE_AXIS
 
@@ -195,7 +195,7 @@ def _parts_of_table(stages: int, microbatches: int, chunks: int) -> TickParts:
 # the formulas for activations. This module counts how often a step runs each collective, and gives
 # each the scope that it has in a traced program; the scope names the pass.
 #
-# `tests/planner/closed_form/layout_law_test.py` compares the collectives with traced programs.
+# `tests/plans/closed_form/layout_law_test.py` compares the collectives with traced programs.
 
 
 BFLOAT16 = jnp.dtype("bfloat16")

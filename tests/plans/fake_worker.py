@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from manualpar.planner import compiler_process
-from manualpar.planner.compiler_worker import PROGRAM, RESULT
+from manualpar.plans import compiler_process
+from manualpar.plans.compiler_worker import PROGRAM, RESULT
 
 FACTS = {
     "compiler": "libtpu 0.0.42",

@@ -1,7 +1,7 @@
 """Compiles a config's step for TPUs that are not here, with XLA's compiler for TPUs.
 
 libtpu contains the compiler and a description of every topology, and neither needs a TPU.
-`manualpar.planner.compiler_process` runs the compiler.
+`manualpar.plans.compiler_process` runs the compiler.
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.planner import compiler_worker as worker
 from manualpar.planner.compiled_plan import plan_of
-from manualpar.planner.compiler_process import Compiler, run_compiler
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import Topology
+from manualpar.plans import compiler_worker as worker
+from manualpar.plans.compiler_process import Compiler, run_compiler
 
 # libtpu must not look for a TPU, and several of these processes may run at the same time. A flag in
 # XLA_FLAGS that libtpu does not know, such as one for CPUs, would end the process.
@@ -58,7 +58,7 @@ def _refuse(topology: Topology) -> str:
         return ""
     return (
         f"topology {topology.name!r} is of {topology.chip.name}, expected TPUs, because this "
-        "compiler supports only TPUs. Use manualpar.planner.gpu_compiler.compile_for_gpu."
+        "compiler supports only TPUs. Use manualpar.plans.gpu_compiler.compile_for_gpu."
     )
 
 

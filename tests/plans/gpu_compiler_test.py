@@ -7,17 +7,19 @@ from ml_collections import ConfigDict
 
 from manualpar.inspect.memory import step_memory
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
-from manualpar.planner.compiler_process import run_compiler
-from manualpar.planner.compiler_worker import installed, tracing_for
-from manualpar.planner.gpu_compiler import GPU, PACKAGES, compile_for_gpu
 from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.hardware import chip_named
-from manualpar.planner.planned_experiment import prepare_planned
+from manualpar.plans.compiler_process import run_compiler
+from manualpar.plans.compiler_worker import installed, tracing_for
+from manualpar.plans.gpu_compiler import GPU, PACKAGES, compile_for_gpu
+from manualpar.plans.planned_experiment import prepare_planned
 from manualpar.training.config import load_config
 from tests.paths import ROOT
-from tests.planner.fake_worker import FACTS, answer
+from tests.plans.fake_worker import FACTS, answer
 
-TEXT = (Path(__file__).parent / "gpu" / "layers_h100_8.txt").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[1] / "planner" / "gpu" / "layers_h100_8.txt").read_text(
+    encoding="utf-8"
+)
 MEMORY = {"arguments": 1300, "outputs": 1250, "aliased": 1200, "temporaries": 999, "code": 5}
 FOUND = FACTS | {
     "compiler": "jax-cuda12-pjrt 0.10.2",

@@ -13,12 +13,12 @@ import pytest
 from manualpar.inspect.communication import summed
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import with_fields
-from manualpar.planner.closed_form.layout import Layout
-from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
-from manualpar.planner.closed_form.layout_search import config_of_layout
 from manualpar.planner.step_work import StepWork, read_work
-from manualpar.planner.sweep import throughput_of
 from manualpar.planner.topology import parse_topology
+from manualpar.plans.closed_form.layout import Layout
+from manualpar.plans.closed_form.layout_estimate import LayoutEstimator
+from manualpar.plans.closed_form.layout_search import config_of_layout
+from manualpar.plans.sweep import throughput_of
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task

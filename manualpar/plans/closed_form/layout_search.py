@@ -3,7 +3,7 @@
 The search estimates in closed form every mesh that uses all devices and divides the model and the
 batch. It combines each mesh with every number of minibatches and of chunks, every `communicate` and
 every `keep`, and uses the least remat with which the step fits into memory. Without stages, once a
-step fits without remat, larger numbers of minibatches are not tried. `manualpar.planner.sweep`
+step fits without remat, larger numbers of minibatches are not tried. `manualpar.plans.sweep`
 traces programs, so it tries fewer candidates.
 
 Layers are split only over devices of a node, or of one slice. Replicas are slices, nodes, or groups
@@ -19,7 +19,11 @@ from typing import Any, get_args
 import ml_collections
 
 from manualpar.models import Transformer
-from manualpar.planner.closed_form.layout import (
+from manualpar.planner.plan import StepEstimate
+from manualpar.planner.roofline import estimate
+from manualpar.planner.step_work import read_work, with_repeats
+from manualpar.planner.topology import Topology, levels_of
+from manualpar.plans.closed_form.layout import (
     STRATEGIES,
     AnyCode,
     Communicate,
@@ -28,14 +32,10 @@ from manualpar.planner.closed_form.layout import (
     find_obstacle,
     sizes_on_device,
 )
-from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
-from manualpar.planner.closed_form.layout_work import step_memory_of
-from manualpar.planner.plan import StepEstimate
-from manualpar.planner.planned_experiment import prepare_planned
-from manualpar.planner.roofline import estimate
-from manualpar.planner.step_work import read_work, with_repeats
-from manualpar.planner.sweep import Outcome, throughput_of
-from manualpar.planner.topology import MOST_SPLIT, Topology, levels_of
+from manualpar.plans.closed_form.layout_estimate import LayoutEstimator
+from manualpar.plans.closed_form.layout_work import step_memory_of
+from manualpar.plans.planned_experiment import prepare_planned
+from manualpar.plans.sweep import MOST_SPLIT, Outcome, throughput_of
 from manualpar.strategies.shared_options import ReplicaMean
 from manualpar.training.config import flatten_config
 

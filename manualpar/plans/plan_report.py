@@ -24,10 +24,10 @@ from manualpar.inspect.tables import (
     print_wrapped,
     text_columns,
 )
-from manualpar.planner.closed_form.layout import AnyCode
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import FITS, LINES, PlannedCollective, StepEstimate
-from manualpar.planner.sweep import Compared, Outcome
+from manualpar.plans.closed_form.layout import AnyCode
+from manualpar.plans.sweep import Compared, Outcome
 from manualpar.quantization.quantized_collectives import make_quantizer
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports import pictures
@@ -150,7 +150,7 @@ def print_closed_form(
         "positions too.",
         "- Attention is one kernel that keeps its scores to itself, in time and in memory.",
         "- The roofline times the closed form as it times a traced program; see "
-        "manualpar.planner.closed_form.layout_estimate.",
+        "manualpar.plans.closed_form.layout_estimate.",
     )
     if codes:
         print_wrapped(
