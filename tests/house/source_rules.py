@@ -31,8 +31,8 @@ CHAPTERS = {
     "training.checkpoints.bucket_arrays": "needs the extra `buckets`",
 }
 
-# The folders of the package in two storeys, and the folders of its core. A module may import modules
-# of its own folder, and of the folders that are before it in the list.
+# The folders of the package in two storeys, and the folders of its core. A module may import
+# modules of its own folder, and of the folders that are before it in the list.
 LIBRARY = ("errors", "core", "by_hand", "parameter_average", "quantization", "checks")
 LIBRARY += ("strategies", "layers", "inspect", "planner")
 APPLICATIONS = ("system", "data", "models", "training", "plans", "commands")
