@@ -41,7 +41,7 @@ import rich.console
 from benchmarks.published_figures import PublishedFigure
 from benchmarks.published_rows import FIGURES
 from benchmarks.results import note_conditions, write_results
-from manualpar.inspect.tables import Column, describe_share, print_table
+from manualpar.inspect.tables import TableColumn, describe_share, print_table
 from manualpar.planner.hardware import FITTED_ATTENTION, FITTED_PRODUCTS, SAME_PRODUCTS
 from manualpar.planner.plan import StepEstimate
 from manualpar.plans.closed_form.layout_estimate import estimate_layout
@@ -204,14 +204,14 @@ def summarize(results: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-COLUMNS: Sequence[Column[Mapping[str, Any]]] = (
-    Column("published", "name"),
-    Column("mesh", "mesh"),
-    Column("computed again", "remat"),
-    Column("half", "half"),
-    Column("MFU", "published_mfu", describe_share),
-    Column("here", "mfu", describe_share),
-    *(Column(name, name, "{:.2f}".format) for name in ("before", "ratio", "exchanged")),
+COLUMNS: Sequence[TableColumn[Mapping[str, Any]]] = (
+    TableColumn("published", "name"),
+    TableColumn("mesh", "mesh"),
+    TableColumn("computed again", "remat"),
+    TableColumn("half", "half"),
+    TableColumn("MFU", "published_mfu", describe_share),
+    TableColumn("here", "mfu", describe_share),
+    *(TableColumn(name, name, "{:.2f}".format) for name in ("before", "ratio", "exchanged")),
 )
 
 

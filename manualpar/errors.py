@@ -18,6 +18,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "FILES_EXIT_CODE",
+    "INTERRUPTED_EXIT_CODE",
+    "MODULES",
+    "TRAIN",
+    "UNREADY_EXIT_CODE",
+    "USAGE_EXIT_CODE",
+    "MissingExtraError",
+    "UsageError",
+    "check_choice",
+    "describe_mistake",
+    "list_some",
+    "naming_arguments",
+    "nearest",
+    "print_error",
+    "printable",
+    "require",
+]
+
 USAGE_EXIT_CODE = 2
 FILES_EXIT_CODE = 6  # A file cannot be read or written, see `training.exit_codes`.
 UNREADY_EXIT_CODE = 7  # `manualpar doctor --cluster`: a run on these hosts would be refused.

@@ -54,7 +54,7 @@ from manualpar.inspect import (
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.inspect.tables import (
     UNKNOWN,
-    Column,
+    TableColumn,
     describe_bytes,
     markdown_table,
     print_line,
@@ -108,21 +108,21 @@ def _kib(size: float | None) -> str:
     return UNKNOWN if size is None else f"{size / 1024:,.1f}"
 
 
-COLUMNS: Sequence[Column[Row]] = (
-    Column("", name),
-    Column("final loss", lambda row: row["losses"][-1], "{:.6f}".format),
-    Column("minus one device", "difference", "{:+.1e}".format),
-    Column("state KiB", "state_bytes", _kib),
-    Column("tempor. KiB", "temporary_bytes", _kib),
-    Column("sent KiB", "bytes_sent", _kib),
-    Column(
+COLUMNS: Sequence[TableColumn[Row]] = (
+    TableColumn("", name),
+    TableColumn("final loss", lambda row: row["losses"][-1], "{:.6f}".format),
+    TableColumn("minus one device", "difference", "{:+.1e}".format),
+    TableColumn("state KiB", "state_bytes", _kib),
+    TableColumn("tempor. KiB", "temporary_bytes", _kib),
+    TableColumn("sent KiB", "bytes_sent", _kib),
+    TableColumn(
         "formula KiB",
         lambda row: "≤ " * row["formula_is_bound"] + _kib(row["formula_bytes"]),
         str,
     ),
-    Column("calls", _counts, str),
-    Column("compile s", "compile_seconds", "{:.1f}".format),
-    Column("step ratio", "step_ratio", "{:.2f}".format),
+    TableColumn("calls", _counts, str),
+    TableColumn("compile s", "compile_seconds", "{:.1f}".format),
+    TableColumn("step ratio", "step_ratio", "{:.2f}".format),
 )
 
 

@@ -17,6 +17,18 @@ import numpy as np
 
 from manualpar.core.trees import path_name
 
+__all__ = [
+    "Summarized",
+    "as_text",
+    "describe_fields",
+    "describe_function",
+    "describe_shapes",
+    "describe_tree",
+    "leaf_types",
+    "show_array",
+    "show_leaf",
+]
+
 WIDTH = 100  # The most characters of a value in a summary of fields.
 SHOWN = 6  # The most leaves of a tree whose shapes are listed, and entries of a container.
 

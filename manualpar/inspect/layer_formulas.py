@@ -49,6 +49,25 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.inspect.communication import Collective, Kind
 
+__all__ = [
+    "BACKWARD",
+    "FLOAT32",
+    "FORWARD",
+    "INT32",
+    "RECOMPUTED",
+    "LayerActivations",
+    "attention_collectives",
+    "block_collectives",
+    "cross_entropy_collectives",
+    "document_collectives",
+    "expert_collectives",
+    "head_collectives",
+    "lookup_collectives",
+    "loss_of_experts_collectives",
+    "router_collectives",
+    "routing_collectives",
+]
+
 FLOAT32 = jnp.dtype("float32")  # The dtype of norms' scales and of losses in every program.
 INT32 = jnp.dtype("int32")
 # The scopes that JAX writes around a model's operations in the two passes.

@@ -19,13 +19,31 @@ from rich.text import Text
 from manualpar.errors import printable
 from manualpar.inspect.state_layout import FittedTable
 
+__all__ = [
+    "UNKNOWN",
+    "TableColumn",
+    "describe_bytes",
+    "describe_count",
+    "describe_difference",
+    "describe_flops",
+    "describe_seconds",
+    "describe_share",
+    "markdown_table",
+    "print_line",
+    "print_side_by_side",
+    "print_table",
+    "print_wrapped",
+    "share_of",
+    "text_columns",
+]
+
 Row = TypeVar("Row")
 
 UNKNOWN = "-"
 
 
 @dataclasses.dataclass(frozen=True)
-class Column(Generic[Row]):
+class TableColumn(Generic[Row]):
     """A column of a table.
 
     Attributes:
@@ -61,12 +79,12 @@ class Column(Generic[Row]):
         return row.get(self.value) if isinstance(row, Mapping) else getattr(row, self.value)
 
 
-def text_columns(names: Sequence[str], *, words: int = 1) -> list[Column[Any]]:
+def text_columns(names: Sequence[str], *, words: int = 1) -> list[TableColumn[Any]]:
     """Returns columns for rows that are sequences of texts.
 
     The first `words` columns are aligned to the left, and the others to the right, like numbers.
     """
-    return [Column(name, i, None if i < words else str) for i, name in enumerate(names)]
+    return [TableColumn(name, i, None if i < words else str) for i, name in enumerate(names)]
 
 
 def describe_bytes(size: float | None) -> str:
@@ -134,7 +152,7 @@ def print_wrapped(console: rich.console.Console, *paragraphs: str) -> None:
 
 def print_table(
     console: rich.console.Console,
-    columns: Sequence[Column[Row]],
+    columns: Sequence[TableColumn[Row]],
     rows: Sequence[Row],
     *,
     title: str = "",
@@ -172,7 +190,7 @@ def print_table(
 
 def print_side_by_side(
     console: rich.console.Console,
-    columns: Sequence[Column[Row]],
+    columns: Sequence[TableColumn[Row]],
     rows: Sequence[Row],
     *,
     names: Sequence[str],
@@ -186,7 +204,7 @@ def print_side_by_side(
     print_table(console, text_columns(["", *names]), lines, title=title)
 
 
-def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
+def markdown_table(columns: Sequence[TableColumn[Row]], rows: Sequence[Row]) -> str:
     """Formats a table in Markdown, without a newline at its end."""
     columns = [column for column in columns if column.is_shown(rows)]
     names = [column.name for column in columns]

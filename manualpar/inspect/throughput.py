@@ -17,6 +17,14 @@ from typing import NamedTuple
 
 import jax
 
+__all__ = [
+    "PEAKS",
+    "Throughput",
+    "lowest_peak",
+    "memory_in_use",
+    "peak_flops",
+]
+
 TERA = 1e12
 TPU_DOCS = "https://cloud.google.com/tpu/docs/"
 NVIDIA = "https://www.nvidia.com/en-us/data-center/"

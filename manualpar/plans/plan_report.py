@@ -13,7 +13,7 @@ import rich.console
 from manualpar.core.parameters.collectives import CommPolicy, Format
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.inspect.tables import (
-    Column,
+    TableColumn,
     describe_bytes,
     describe_count,
     describe_seconds,
@@ -45,27 +45,27 @@ def _describe_hidden(line: PlannedCollective) -> str:
     return describe_share(line.hidden_seconds or 0, line.seconds or 0)
 
 
-_optional = functools.partial(Column, is_optional=True)
+_optional = functools.partial(TableColumn, is_optional=True)
 # The columns of the table of a search's candidates that fit.
-FITTING: Sequence[Column[Any]] = (
-    Column("mesh", lambda x: x.candidate.name),
-    Column("how", lambda x: x.candidate.details),
-    Column("step", lambda x: x.plan.step_seconds, describe_seconds),
-    Column("computing", lambda x: x.plan.compute_seconds, describe_seconds),
-    Column("exposed", lambda x: x.plan.exposed_seconds, describe_seconds),
+FITTING: Sequence[TableColumn[Any]] = (
+    TableColumn("mesh", lambda x: x.candidate.name),
+    TableColumn("how", lambda x: x.candidate.details),
+    TableColumn("step", lambda x: x.plan.step_seconds, describe_seconds),
+    TableColumn("computing", lambda x: x.plan.compute_seconds, describe_seconds),
+    TableColumn("exposed", lambda x: x.plan.exposed_seconds, describe_seconds),
     _optional("bubble", lambda x: x.plan.bubble_seconds or 0.0, describe_seconds),
-    Column("MFU", lambda x: x.plan.mfu, describe_share),
+    TableColumn("MFU", lambda x: x.plan.mfu, describe_share),
 )
-COLLECTIVES: Sequence[Column[PlannedCollective]] = (
-    Column("collective", "kind"),
-    Column("for", "purpose"),
-    Column("in", "phase"),
-    Column("over", lambda x: ",".join(x.axes)),
-    Column("by", "network"),
-    Column("times", "times", describe_count),
-    Column("bytes", "bytes_sent", describe_bytes),
-    Column("takes", "seconds", describe_seconds),
-    Column("hidden", _describe_hidden, str),
+COLLECTIVES: Sequence[TableColumn[PlannedCollective]] = (
+    TableColumn("collective", "kind"),
+    TableColumn("for", "purpose"),
+    TableColumn("in", "phase"),
+    TableColumn("over", lambda x: ",".join(x.axes)),
+    TableColumn("by", "network"),
+    TableColumn("times", "times", describe_count),
+    TableColumn("bytes", "bytes_sent", describe_bytes),
+    TableColumn("takes", "seconds", describe_seconds),
+    TableColumn("hidden", _describe_hidden, str),
 )
 
 
@@ -116,7 +116,7 @@ def print_search(
         return "~" * (are_traced and not x.is_traced) + describe_bytes(x.plan.peak_bytes)
 
     title = title or f"{len(fitting)} of {len(outcomes)} fit; the fastest, by a model"
-    columns = (*FITTING, Column("memory", memory, str))
+    columns = (*FITTING, TableColumn("memory", memory, str))
     print_table(console, columns, fitting, title=title, most=SHOWN)
     if are_traced and not all(x.is_traced for x in fitting[:SHOWN]):
         print_line(console, "~: scaled from another candidate's, not traced.\n")

@@ -7,7 +7,7 @@ import pytest
 import rich.console
 
 from manualpar.inspect.tables import (
-    Column,
+    TableColumn,
     describe_bytes,
     describe_count,
     describe_difference,
@@ -113,10 +113,10 @@ class Step(NamedTuple):
 
 
 COLUMNS = (
-    Column("step", "name"),
-    Column("bytes", 1, describe_bytes),
-    Column("share", "size", share_of(8), is_summed=False),
-    Column("hidden", lambda step: step.hidden, describe_seconds, is_optional=True),
+    TableColumn("step", "name"),
+    TableColumn("bytes", 1, describe_bytes),
+    TableColumn("share", "size", share_of(8), is_summed=False),
+    TableColumn("hidden", lambda step: step.hidden, describe_seconds, is_optional=True),
 )
 STEPS = [Step("first", 2), Step("second", 6)]
 
@@ -139,7 +139,7 @@ def test_a_column_reads_a_field_an_index_or_a_key_and_an_optional_one_without_va
     console = _console()
     print_table(console, COLUMNS, [*STEPS, Step("third", 0, 1.0)])
     assert [line[3:] for line in _cells(console)] == [["hidden"], ["-"], ["-"], ["1 s"]]
-    assert [COLUMNS[0].cell({"name": "a"}), Column("", "other", str).cell({})] == [
+    assert [COLUMNS[0].cell({"name": "a"}), TableColumn("", "other", str).cell({})] == [
         "a",
         "-",
     ]

@@ -23,6 +23,14 @@ from manualpar.core.tracing.scopes import TENSOR_SCOPE
 from manualpar.core.tracing.thread_patches import replaced_in_thread
 from manualpar.core.trees import Batch, Variables
 
+__all__ = [
+    "InitArgs",
+    "Model",
+    "ModelInterface",
+    "interface_of",
+    "register_interface",
+]
+
 # -------------------------------------------------------------------------------------------------
 # Tells the values that a Linen model sows from the variables that a state keeps.
 #

@@ -32,6 +32,15 @@ from manualpar.core.summary import Summarized, describe_function
 from manualpar.core.trees import Collections, Grads, Placements
 from manualpar.errors import check_choice
 
+__all__ = [
+    "MODES",
+    "CommCounts",
+    "ModeName",
+    "Strategy",
+    "check_strategy",
+    "place_parameter",
+]
+
 ModeName = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[ModeName, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
 Every = Literal["minibatch", "step"]

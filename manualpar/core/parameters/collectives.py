@@ -26,6 +26,17 @@ from manualpar.core.tracing.scopes import (
     SCATTER_SCOPE,
 )
 
+__all__ = [
+    "CommPolicy",
+    "Format",
+    "Quantizer",
+    "ReduceCode",
+    "cast_to_varying",
+    "gather_array_with_mean_grads",
+    "gather_invariant",
+    "varying_axes",
+]
+
 # -------------------------------------------------------------------------------------------------
 # The formats in which parameters and gradients are sent.
 #

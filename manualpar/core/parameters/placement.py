@@ -28,6 +28,26 @@ from manualpar.core.parameters.annotations import (
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.trees import Infos, Params, Placements, path_keys, path_name
 
+__all__ = [
+    "ParameterInfo",
+    "PlaceFn",
+    "Placement",
+    "Route",
+    "combine",
+    "describe_parameters",
+    "is_trained",
+    "map_in_scopes",
+    "param_specs",
+    "partition",
+    "replicate",
+    "route_parameter",
+    "shard_one_dim",
+    "shard_state_only",
+    "split_over_stages",
+    "state_specs",
+    "strip_boxes",
+]
+
 # -------------------------------------------------------------------------------------------------
 # The facts about each parameter from which a strategy decides how to shard it.
 

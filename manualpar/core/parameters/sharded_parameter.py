@@ -39,6 +39,14 @@ from manualpar.core.parameters.collectives import (
 from manualpar.core.tracing.scopes import NEW_PARAMS_SCOPE
 from manualpar.core.trees import Grads, Params
 
+__all__ = [
+    "ArrayBox",
+    "ShardedParameter",
+    "is_box",
+    "pad_leaf",
+    "unpad_leaf",
+]
+
 # -------------------------------------------------------------------------------------------------
 # A box that behaves like the array in it.
 #

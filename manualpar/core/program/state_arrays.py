@@ -32,6 +32,21 @@ from manualpar.core.summary import show_array, show_leaf
 from manualpar.core.trees import Variables, path_keys, path_name
 from manualpar.errors import list_some
 
+__all__ = [
+    "Leaf",
+    "Missing",
+    "check_alive",
+    "check_has_devices",
+    "leaves_of",
+    "place_leaf",
+    "plain_leaves",
+    "read_unpadded",
+    "state_with",
+    "to_host",
+    "variable_leaves",
+    "variables_of",
+]
+
 # -------------------------------------------------------------------------------------------------
 # Names the arrays of a state, and copies each to the host or to the devices.
 #

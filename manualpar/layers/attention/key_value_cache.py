@@ -24,6 +24,17 @@ import jax.numpy as jnp
 
 from manualpar.layers.attention.blockwise_attention import MASKED, Scoring
 
+__all__ = [
+    "CACHE",
+    "LATENT",
+    "NEW_KEYS",
+    "Past",
+    "Prompts",
+    "append",
+    "attend_to_kept",
+    "keep_prompts",
+]
+
 # The collection of the cached keys and values, and the collection of the keys and values that a
 # call adds.
 CACHE, NEW_KEYS = "cache", "new_keys"

@@ -26,6 +26,15 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
+__all__ = [
+    "Costs",
+    "ScheduleName",
+    "Table",
+    "describe_place",
+    "describe_schedule",
+    "make_table",
+]
+
 # -------------------------------------------------------------------------------------------------
 # A schedule of a pipeline: a table of the passes that each stage computes in each tick.
 #
