@@ -212,7 +212,8 @@ def guard(name: str, step: Any, made_for: Program | JittedSteps) -> Any:
 
     Args:
       name: The name of the step, with which its errors begin.
-      made_for: The mesh and the abstract arrays that the step was jitted for.
+      made_for: Has the mesh and the abstract arrays that the step was jitted for; the state and
+        the batch of each call must fit them.
     """
     if isinstance(made_for.mesh, AbstractMesh):
         return step

@@ -165,6 +165,10 @@ def print_table(
     wider than the terminal, so that names can be searched.
 
     Args:
+      console: Where to print.
+      columns: The columns, from left to right.
+      rows: The rows; without rows nothing but the title is printed.
+      title: A line above the table; `""` for none.
       last: A separate row below the other rows, such as their sum.
       most: The number of rows to show; `None` for all.
     """

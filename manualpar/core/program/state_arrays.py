@@ -293,6 +293,7 @@ def plain_leaves(
     """Replaces the codes and scales of each quantized weight by the leaf of the plain weight.
 
     Args:
+      program: The program, whose model may have quantized weights.
       leaves: The program's leaves, as `variable_leaves` returns them.
       only: The names of the plain (unquantized) weights to replace codes and scales by; `None` for
         all weights.

@@ -432,9 +432,11 @@ def best_kind(
     - Blockwise otherwise.
 
     Args:
+      device: The platform, the memory and the features of the device, as `planned_device` names it.
       query: `[B, S, N, H]`, with the device's own examples and heads; only the shape and the dtype
         are read.
       key: `[B, S, K, H]`, likewise.
+      scoring: How scores are bounded, and which positions a query sees.
       has_documents: Whether a query sees only keys of its own document.
     """
     if device.platform == "tpu" and splash_misfit(query, key) is None:

@@ -81,6 +81,7 @@ def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, scoring: Scoring) -> jax.A
 
     Args:
       x_BSKH: `[B, S, K, H]`, keys or values at all positions of the padded prompts.
+      prompts: The lengths of the prompts, and the number of slots.
       scoring: Which positions the layer sees.
 
     Returns:
@@ -134,6 +135,7 @@ def attend_to_kept(
       key: `[B, 1, K, H]`, rotated.
       value: `[B, 1, K, H]`.
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
+      past: The positions of the new tokens, and where their documents begin.
       scoring: Which positions the layer sees, and the bound of scores.
       sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 

@@ -545,6 +545,7 @@ def describe_schedule(table: Table, *, width: int = 100) -> str:
     `a` is the chunk nearest to the input of the model.
 
     Args:
+      table: The table of the schedule, as `make_table` returns it.
       width: The maximum number of characters in a line. Ticks that do not fit follow below.
     """
     rows = {}
