@@ -16,9 +16,9 @@ from manualpar.errors import (
     USAGE_EXIT_CODE,
     MissingExtraError,
     UsageError,
-    nearest,
     print_error,
     require,
+    suggest,
 )
 from manualpar.system.reports.help_text import fill
 
@@ -144,6 +144,5 @@ def _command(name: str) -> Command:
     if name in COMMANDS:
         return COMMANDS[name]
     raise UsageError(
-        f"{name!r} is not a command; the nearest one is {nearest(name, COMMANDS)!r}, and "
-        "`manualpar --help` lists all."
+        f"{name!r} is not a command{suggest(name, COMMANDS)}; `manualpar --help` lists all."
     )

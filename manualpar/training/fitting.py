@@ -17,12 +17,19 @@ from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.data import BatchStream, ExampleSplit, as_dataset
 from manualpar.data.dataset import SPLITS
-from manualpar.errors import nearest
+from manualpar.errors import suggest
 from manualpar.inspect.tables import print_line
 from manualpar.system.cluster import Cluster, initialize
 from manualpar.system.storage import AnyPath, as_path
 from manualpar.training.agreed_facts import experiment_facts, run_facts
-from manualpar.training.config import OWN, complete_config, fields_of, flatten_config, named_config
+from manualpar.training.config import (
+    ALL_FIELDS,
+    OWN,
+    complete_config,
+    fields_of,
+    flatten_config,
+    named_config,
+)
 from manualpar.training.division import read_earlier
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import prepare
@@ -190,8 +197,7 @@ def _describe_misspelt(name: str) -> str:
     mends = {field: f"config={{{field!r}: ...}}" for field in fields_of(_fill({}))}
     mends |= {field: f"{short}=" for short, field in FIELD_OF.items()}
     mends |= {argument: f"{argument}=" for argument in arguments}
-    mend = mends[nearest(name, mends)]
-    return f"fit has no argument {name!r}; the nearest one is {mend}."
+    return f"fit has no argument {name!r}{suggest(name, mends, show=mends.__getitem__)}."
 
 
 def _with_short(given: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,10 +236,8 @@ def _fill(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
         if name == "parallel.mesh" or name in known:
             value = ml_collections.ConfigDict(value) if isinstance(value, Mapping) else value
         elif group not in ("model", "data", "parallel") or not field:
-            raise ValueError(
-                f"config has {name!r}, which is not a known field; the nearest one is "
-                f"{FIELD_OF.get(name) or nearest(name, known)!r}."
-            )
+            near = suggest(FIELD_OF.get(name, name), known, otherwise=ALL_FIELDS)
+            raise ValueError(f"config has {name!r}, which is not a known field{near}.")
         (config[group] if field else config)[field or group] = value
     return complete_config(config)
 
