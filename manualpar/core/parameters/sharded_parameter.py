@@ -4,7 +4,8 @@
 such a box: it holds a device's shard, and its `unbox()` gathers the full parameter. So a model
 written for one device can be sharded without a change. A layer inside `nn.scan` gathers only its
 slice of a parameter. A gathered parameter can be dropped after its use (ZeRO-3: Rajbhandari et al.,
-https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277).
+https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277). The last
+section has boxes of replicated parameters, whose gradients are reduced where they are used.
 
 Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
 `None`. The value is the device's shard inside `shard_map` and the global array outside. The
