@@ -106,6 +106,7 @@ GROUPS = (
             "manualpar.inspect.ledger_difference",
             "manualpar.inspect.layer_formulas",
             "manualpar.inspect.throughput",
+            "manualpar.inspect.scope_parsing",
             "manualpar.core.modes.layer_loops",
             "manualpar.core.mesh.compiler_options",
             "manualpar.core.tracing.scopes",

@@ -2,7 +2,7 @@
 
 from manualpar.core.parameters.annotations import split
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS, Context
-from manualpar.layers.boundaries import bound_axes, enter, leave
+from manualpar.layers.boundaries import bound_axes, enter, leave, mean_square_of_heads
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.moe.moe import MoE
@@ -53,6 +53,7 @@ __all__ = [
     "head_logits",
     "leave",
     "matmul_scatter",
+    "mean_square_of_heads",
     "plan_from_rules",
     "split",
     "split_argmax",
