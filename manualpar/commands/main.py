@@ -59,6 +59,10 @@ COMMANDS: Mapping[str, Command] = {
     "compare": Command(
         "Compares strategies and modes of one config.", "manualpar.commands.compare_command:main"
     ),
+    "compare-runs": Command(
+        "Compares runs: losses, speed, memory, and what was set.",
+        "manualpar.commands.compare_runs_command:main",
+    ),
     "generate": Command(
         "Answers prompts with a trained model.", "manualpar.commands.generate_command:main"
     ),

@@ -33,6 +33,7 @@ from manualpar.training.config import (
 from manualpar.training.division import read_earlier
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import prepare
+from manualpar.training.fields import Fields
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.run import run
@@ -72,7 +73,7 @@ def fit(
     loss_fn: LossFn,
     data: Any,
     optimizer: optax.GradientTransformation | None = None,
-    config: Mapping[str, Any] | ml_collections.ConfigDict | None = None,
+    config: Fields | Mapping[str, Any] | ml_collections.ConfigDict | None = None,
     hooks: Sequence[Any] = (),
     *,
     steps: int | None = None,
@@ -99,9 +100,10 @@ def fit(
         number, or batches in order, see `manualpar.data.as_dataset`.
       optimizer: An optax optimizer; by default the one that the config describes.
       config: Values of config fields by dotted name, such as `{"training.num_steps": 100,
-        "parallel.mesh": {"data": 2, "model": 4}}`, or a complete config. Other fields have the
-        values of `configs/own.py`. Fields of your own, in the groups `model` and `data`, are stored
-        with the run; a run that resumes must have the same.
+        "parallel.mesh": {"data": 2, "model": 4}}`, or a complete config. An editor completes the
+        names, and a type checker sees a misspelt one in a dict of the type `Fields`. Other fields
+        have the values of `configs/own.py`. Fields of your own, in the groups `model` and `data`,
+        are stored with the run; a run that resumes must have the same.
       hooks: Objects with methods of `manualpar.training.hooks.Hook`.
       steps: The field `training.num_steps`; this and the next four are short for the fields in
         `FIELD_OF`.
@@ -215,7 +217,7 @@ def _with_short(given: dict[str, Any], short: Mapping[str, Any]) -> dict[str, An
     return given
 
 
-def _flat(config: Mapping[str, Any] | ml_collections.ConfigDict | None) -> dict[str, Any]:
+def _flat(config: Fields | Mapping[str, Any] | ml_collections.ConfigDict | None) -> dict[str, Any]:
     """Returns the given fields by dotted name."""
     if config is None:
         return {}

@@ -103,6 +103,33 @@ def make_schedule(config: ml_collections.ConfigDict) -> optax.Schedule:
     )
 
 
+def describe_jump(
+    before: ml_collections.ConfigDict, after: ml_collections.ConfigDict, step: int
+) -> str:
+    """Describes by how much the learning rate jumps if a run goes on with another config.
+
+    A schedule ends with the run, so a shortened or prolonged run has another rate at every step.
+
+    Args:
+      step: The number of updates so far.
+
+    Returns:
+      A sentence; "" if the rate changes by less than a percent.
+    """
+    try:
+        was = float(make_schedule(before)(step))
+    except ValueError:  # A schedule of another version of optax, which this one refuses.
+        return ""
+    now = float(make_schedule(after)(step))
+    if abs(was - now) <= 0.01 * max(abs(was), abs(now)):
+        return ""
+    lengths = [config.training.num_steps for config in (before, after)]
+    why = "the schedule is another one"
+    if lengths[0] != lengths[1]:
+        why = f"training.num_steps was {lengths[0]:,} and is {lengths[1]:,}"
+    return f"warning: the learning rate jumps from {was:.3g} to {now:.3g}, because {why}"
+
+
 def make_optimizer(
     config: ml_collections.ConfigDict, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
