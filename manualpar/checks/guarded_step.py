@@ -210,10 +210,8 @@ def guard_steps(program: Program) -> Program:
 def guard(name: str, step: Any, made_for: Program | JittedSteps) -> Any:
     """Guards a jitted step; a step on an abstract mesh, which can only be traced, stays as it is.
 
-    Args:
-      name: The name of the step, with which its errors begin.
-      made_for: Has the mesh and the abstract arrays that the step was jitted for; the state and
-        the batch of each call must fit them.
+    `name` begins the step's errors, and `made_for` has the mesh and the abstract arrays that the
+    step was jitted for.
     """
     if isinstance(made_for.mesh, AbstractMesh):
         return step

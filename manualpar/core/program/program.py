@@ -567,7 +567,7 @@ def make_program(
     options: ProgramOptions,
     quantization: Quantization,
 ) -> Program:
-    """Makes a program without the checks of `manualpar.strategies.build.build_program`.
+    """Makes a program without checks and guards, which `manualpar.strategies.build` adds.
 
     `options` are complete. The steps have not been traced.
     """
