@@ -192,3 +192,5 @@ Fields = TypedDict(
     },
     total=False,
 )
+"""The fields of a config by their dotted names, with their types."""
+Fields.__doc__ = "The fields of a config by their dotted names, with their types."

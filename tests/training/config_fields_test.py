@@ -46,10 +46,12 @@ Fields = TypedDict(
     "Fields",
     {
 '''
-TAIL = """    },
+TAIL = '''    },
     total=False,
 )
-"""
+"""The fields of a config by their dotted names, with their types."""
+Fields.__doc__ = "The fields of a config by their dotted names, with their types."
+'''
 
 
 def _type_of(name: str, field: Field) -> str:
