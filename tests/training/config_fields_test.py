@@ -46,12 +46,11 @@ Fields = TypedDict(
     "Fields",
     {
 '''
-TAIL = '''    },
+TAIL = """    },
     total=False,
 )
-"""The fields of a config by their dotted names, with their types."""
-Fields.__doc__ = "The fields of a config by their dotted names, with their types."
-'''
+Fields.__doc__ = "Values of config fields by dotted name, all of them optional, see `fit`."
+"""
 
 
 def _type_of(name: str, field: Field) -> str:
@@ -63,7 +62,8 @@ def _type_of(name: str, field: Field) -> str:
         named = "str" if field.holds_names else "Any"
         return f"tuple[{'float' if field.holds_numbers else named}, ...]"
     if field.choices:
-        return f"Literal[{', '.join(map(json.dumps, field.choices))}]"
+        choices = ", ".join(map(json.dumps, field.choices))
+        return f"Literal[{choices}{',' * (len(choices) > 60)}]"  # A comma at the end breaks lines.
     return field.kind.__name__
 
 
