@@ -219,7 +219,8 @@ def test_other_bad_arguments_are_refused(devices8, normed, variables, trained):
     with pytest.raises(ValueError, match=r"fit the program: other/x is float64\[1\], expected no"):
         normed.init_from({**variables, "other": {"x": np.ones(1)}, "losses": {"x": np.ones(1)}})
     mesh = abstract_mesh({"data": 8}, 8)
-    nowhere = fsdp(Model(), optax.sgd(0.1), loss_fn, mesh=mesh, batch=make_batch(0))
+    options = {"mesh": mesh, "batch": make_batch(0), "min_weight_size": 1}
+    nowhere = fsdp(Model(), optax.sgd(0.1), loss_fn, **options)
     for call in (nowhere.init_from, nowhere.adopt, nowhere.init):
         with pytest.raises(ValueError, match=r"on an abstract mesh.*Build the program on a mesh"):
             call(variables["params"])
