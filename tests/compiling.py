@@ -33,7 +33,7 @@ def _processor() -> str:
 
 
 COMPILED = ROOT / "build" / "compiled" / _processor()
-MAX_COMPILED_BYTES = 2 * 2**30  # The tests leave 200 MB behind for each version of jax.
+MAX_COMPILED_BYTES = 2**30  # The fast tests leave about 50 MB behind for each version of jax.
 
 # JAX's settings by name, also those of a process that a test starts. Scopes are part of a program's
 # name in the cache, because tests read them in compiled programs; lines of code are not, so that
