@@ -305,8 +305,10 @@ def _check_left_to_xla(values: Mapping[str, Any]) -> None:
     """Refuses options of communication in a mode in which XLA chooses the communication."""
     choices = {x.field: x.xla_chooses for x in PROGRAM_OPTIONS.values() if x.xla_chooses}
     choices["parallel.sequence"] = "how activations are sharded"
-    for field, default in (fields_of_manual_mode() | {"parallel.sequence": False}).items():
-        if value := values.get(field):
+    choices["parallel.layer_overlap"] = "when activations are sent"
+    of_layers = {"parallel.sequence": False, "parallel.layer_overlap": "none"}
+    for field, default in (fields_of_manual_mode() | of_layers).items():
+        if (value := values.get(field)) and value != default:
             raise ValueError(
                 f"config.{field} is {value!r} and config.parallel.mode is "
                 f"{values['parallel.mode']!r}, expected {default!r} or mode 'manual', because in "
@@ -347,11 +349,18 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
             "positions are split over the axis that layers are split over; set "
             """--config.parallel.mesh="{'data': -1, 'model': 2}", or sequence=False."""
         )
-    if config.parallel.layer_overlap != "none" and not config.parallel.sequence:
+    overlap = config.parallel.layer_overlap
+    if overlap == "ring" and not config.parallel.sequence:
         raise ValueError(
-            f"config.parallel.layer_overlap is {config.parallel.layer_overlap!r} and "
-            "config.parallel.sequence is False, expected 'none' or sequence=True, because it "
-            "overlaps the collectives of sequence parallelism."
+            "config.parallel.layer_overlap is 'ring' and config.parallel.sequence is False, "
+            "expected 'none', 'dual_batch' or sequence=True, because only the collectives of "
+            "sequence parallelism can go around a ring."
+        )
+    if overlap == "dual_batch" and not splits_layers(config):
+        raise ValueError(
+            f"config.parallel.layer_overlap is 'dual_batch' and config.parallel.mesh has the axes "
+            f"{list(mesh.shape)}, expected 'none' or layers that are split over {SPLIT_AXIS!r}, "
+            "because it hides the collectives of split layers."
         )
     if not splits_layers(config):
         return

@@ -235,8 +235,7 @@ def split_of(config: ml_collections.ConfigDict) -> Split:
     if not splits_layers(config):
         # `prepare` refuses `parallel.sequence` if the mesh does not split layers.
         return Split()
-    sequence = config.parallel.sequence
-    return Split(SPLIT_AXIS, sequence, config.parallel.layer_overlap if sequence else "none")
+    return Split(SPLIT_AXIS, config.parallel.sequence, config.parallel.layer_overlap)
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
