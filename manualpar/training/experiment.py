@@ -330,7 +330,12 @@ def _choose_options(
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     averages = strategy_kinds()[parallel.strategy].averages and count_hosts(mesh) > 1
     chosen = choose_options(
-        device.device_kind, rings, others, overlap=parallel.overlap, averages=averages
+        device.device_kind,
+        rings,
+        others,
+        overlap=parallel.overlap,
+        averages=averages,
+        halves=parallel.get("layer_overlap") == "dual_batch",
     )
     return keep_if_known(chosen, device)
 

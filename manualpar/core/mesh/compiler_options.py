@@ -62,6 +62,7 @@ class Choice:
       beside: What may be divided in addition to the axis of the ring, see `others` in
         `choose_options`; `None` for anything else, and for any number of rings.
       averages: Whether the options are only for means over several hosts, see `choose_options`.
+      halves: Whether the options are only for layers that run two halves of a batch.
     """
 
     device_kind: str
@@ -70,10 +71,15 @@ class Choice:
     measured: str
     beside: tuple[str, ...] | None = ()
     averages: bool = False
+    halves: bool = False
 
-    def suits(self, rings: Sequence[int], others: Sequence[str], *, averages: bool) -> bool:
+    def suits(
+        self, rings: Sequence[int], others: Sequence[str], *, averages: bool, halves: bool
+    ) -> bool:
         """Returns whether the options are used for these rings and these other axes."""
-        if max(rings, default=1) > self.most or (self.averages and not averages):
+        if max(rings, default=1) > self.most:
+            return False
+        if (self.averages and not averages) or (self.halves and not halves):
             return False
         return self.beside is None or (len(rings) < 2 and set(others) <= set(self.beside))
 
@@ -137,6 +143,21 @@ CHOICES: tuple[Choice, ...] = (
         "the all-reduces in this list; v6e:4x8: 47.9 to 35.6; v6e:16x16: 44.5 to 28.4; v6e:4x4 "
         "with layers split over 4: 68.8 to 60.8",
         beside=("model", SEQUENCE),
+    ),
+    Choice(
+        _GPUS,
+        128,
+        # XLA would join the collectives of both halves, and each half would wait for the other. A
+        # half of a stream that is worth sending alone has more bytes than these thresholds.
+        {
+            _SCHEDULER: True,
+            **_PIPELINED,
+            "xla_gpu_all_reduce_combine_threshold_bytes": str(2**22),
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": str(2**22),
+        },
+        "DUALTEXT",
+        beside=("model", SEQUENCE),
+        halves=True,
     ),
     Choice(
         _GPUS,
@@ -205,6 +226,7 @@ def choose_options(
     *,
     overlap: Overlap = "auto",
     averages: bool = False,
+    halves: bool = False,
 ) -> ChosenOptions:
     """Chooses the options to compile a step with.
 
@@ -217,6 +239,7 @@ def choose_options(
       averages: Whether gradients are averaged by all-reduces over several hosts, as data
         parallelism does. If XLA delays the all-reduces of a layer into the next iteration of a
         loop, those of the last iteration are exposed, and they take longer between hosts.
+      halves: Whether split layers run two halves of a device's batch side by side.
     """
     if overlap not in OVERLAPS:
         raise ValueError(
@@ -237,7 +260,8 @@ def choose_options(
             why=f"{where}; the other options are faster for at most {most} devices"
         )
     where += f" and also {', '.join(others)}" * bool(others)
-    choice = next((x for x in known if x.suits(rings, others, averages=averages)), None)
+    facts = {"averages": averages, "halves": halves}
+    choice = next((x for x in known if x.suits(rings, others, **facts)), None)
     if choice is None:
         return ChosenOptions(why=f"{where}; the other options were measured only for one axis")
     return ChosenOptions(choice.options, where)
