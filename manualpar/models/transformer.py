@@ -194,7 +194,7 @@ def run_layers(
 
     stream: Stream = x_BSD
     is_halved = config.split.overlap == "dual_batch" and rows is None
-    if is_halved and not model.is_initializing() and bound_axes("Transformer", config.split.axis):
+    if is_halved and not model.is_initializing() and _is_split(config.split.axis):
         # The loop carries the pair, because splitting and joining it in each layer would copy it.
         stream = halve(x_BSD)
         document_BS = document_BS if document_BS is None else halve(document_BS)
@@ -203,6 +203,18 @@ def run_layers(
         stream = _run_loop(model, config, stream, angles, document_BS, rows)
     stream = run(stream, range(in_loop.stop, model.num_layers))
     return jnp.concatenate(stream) if isinstance(stream, tuple) else stream
+
+
+def _is_split(axis: str | None) -> bool:
+    """Returns whether layers are split over the axis; refuses two halves in other modes."""
+    if bound_axes("Transformer", axis):
+        return True
+    if axis in jax.sharding.get_abstract_mesh().axis_names:
+        raise ValueError(
+            "Transformer: split.overlap is 'dual_batch', expected 'none' or mode='manual', because "
+            "in other modes XLA chooses when activations are sent."
+        )
+    return False
 
 
 def _run_loop(

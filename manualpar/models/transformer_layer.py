@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.tracing.scopes import HALVES
 from manualpar.layers import MoE, enter, split
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
@@ -558,7 +559,7 @@ def run_halves(
     outputs, values = [], []
     for number, of_half in enumerate((params, _copied(params))):
         rngs = {"dropout": layer.make_rng("dropout")} if layer.config.dropout_rate else {}
-        half: Any = layer.clone(parent=None, name=f"half_{number}")
+        half: Any = layer.clone(parent=None, name=HALVES[number])
         (y_BSD, _), new = half.apply(
             {**read, "params": of_half},
             halves[number],

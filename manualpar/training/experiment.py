@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -234,7 +235,8 @@ def _build(
     if optimizer.ema_decay:
         tx = optax.chain(tx, params_ema(optimizer.ema_decay))
     axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
-    chosen = _choose_options(parallel, mesh, axis_name)
+    half_bytes = _bytes_of_half(config, task, mesh, division)
+    chosen = _choose_options(parallel, mesh, axis_name, half_bytes=half_bytes)
     shared: dict[str, Any] = {
         "mesh": mesh,
         "batch": abstract_batch(task.dataset.train, config.data.batch_size),
@@ -316,8 +318,34 @@ def _check_left_to_xla(values: Mapping[str, Any]) -> None:
             )
 
 
+def _bytes_of_half(
+    config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh, division: Division
+) -> int:
+    """Returns the bytes of the residual stream of a half of a device's batch; 0 without halves."""
+    if config.parallel.get("layer_overlap") != "dual_batch" or not splits_layers(config):
+        return 0
+    batch_size = config.data.batch_size
+    examples = batch_size // (division.devices * division.minibatches)
+    if examples % 2:
+        raise ValueError(
+            f"config.parallel.layer_overlap is 'dual_batch', and config.data.batch_size="
+            f"{batch_size} gives a device {examples} sequence{'s' * (examples > 1)} of a minibatch "
+            f"({division.devices} devices with different sequences, {division.minibatches} "
+            f"minibatch{'es' * (division.minibatches > 1)}), expected an even number, because it "
+            f"divides them into two halves; set --config.data.batch_size={2 * batch_size}, use "
+            "fewer minibatches, or --config.parallel.layer_overlap=none."
+        )
+    model: Any = task.model
+    positions = config.data.sequence_length // mesh.shape.get(CONTEXT_AXIS, 1)
+    return examples // 2 * positions * model.hidden_size * jnp.dtype(model.dtype).itemsize
+
+
 def _choose_options(
-    parallel: ml_collections.ConfigDict, mesh: Mesh | AbstractMesh, axes: Sequence[str]
+    parallel: ml_collections.ConfigDict,
+    mesh: Mesh | AbstractMesh,
+    axes: Sequence[str],
+    *,
+    half_bytes: int,
 ) -> ChosenOptions:
     """Chooses the compiler options for a program that reduce-scatters gradients over `axes`."""
     if isinstance(mesh, AbstractMesh):
@@ -335,7 +363,7 @@ def _choose_options(
         others,
         overlap=parallel.overlap,
         averages=averages,
-        halves=parallel.get("layer_overlap") == "dual_batch",
+        half_bytes=half_bytes,
     )
     return keep_if_known(chosen, device)
 
