@@ -463,8 +463,8 @@ def _check_groups(model: "Transformer") -> None:
         if size_of_head(model) <= latent.rotary_size:
             expected = f"more than attention.latent.rotary_size={latent.rotary_size}"
             refuse(model, "head_size", expected)
-        if split.overlap != "none":
-            refuse_in("split", "overlap", "'none' with attention.latent")
+        if split.overlap == "ring":
+            refuse_in("split", "overlap", "'none' or 'dual_batch' with attention.latent")
     if context.axis and context.axis == split.axis:
         refuse_in("context", "axis", f"another axis than split.axis={split.axis!r}")
     if model.rotary.local_base and not attention.global_every:

@@ -121,6 +121,7 @@ CASES = [
 SLOW = [
     ("fsdp", {"data": 2, "model": 4}, GEMMA | QWEN | SP | DUAL | {"remat": "dots"}, 2),
     ("dp", {"data": 2, "model": 4}, OLMO | SP | DUAL, 2),
+    ("dp", {"data": 2, "model": 4}, LATENT | SP | DUAL, 2),
     ("dp", {"data": 2, "model": 4}, GPT2 | SP | DUAL | {"remat": "full"}, 2),
     ("dp", {"data": 2, "context": 2, "model": 2}, ULYSSES | TP | DUAL | {"bos_token": -1}, 2),
     ("dp", {"data": 2, "context": 2, "model": 2}, CONTEXT | DUAL, 1),

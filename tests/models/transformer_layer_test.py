@@ -14,7 +14,7 @@ from manualpar.models.layer_config import LayerConfig, Norm
 from manualpar.models.transformer import size_of_vocabulary
 from manualpar.models.transformer_layer import normalize
 from tests.models.split_layers import EXPERTS, SMALL, _batch, build_program
-from tests.models.transformer_families import GEMMA, LLAMA4, QWEN
+from tests.models.transformer_families import GEMMA, LATENT, LLAMA4, QWEN
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, on_one_device
 from tests.one_device import slow_unless
 
@@ -65,6 +65,7 @@ def _cases():
         yield build, "1x8", GEMMA | QWEN | DUAL | {"remat": "full"}, {"num_minibatches": 2}
     yield "hsdp", "replicas", LLAMA4 | DUAL | {"sequence_parallel": True}, {}
     yield "fsdp", "8x1", DUAL, {}
+    yield "fsdp", "2x4", LATENT | DUAL | {"sequence_parallel": True, "num_kv_heads": 0}, {}
     yield "fsdp", "2x4", DUAL, {"communicate_every": "step", "num_minibatches": 4}
     yield "fsdp", "2x2x2", UNROLLED | EXPERTS | DUAL, {}
     yield "fsdp", "all experts", EVERYTHING | EXPERTS | DUAL, {}

@@ -199,7 +199,7 @@ REFUSED = [
         ({"split_axis": "", "sequence_parallel": True}, "sequence_parallel is True, expected Fal"),
         ({"vocab_multiple": 0}, "vocab_multiple is 0, expected at least 1"),
         ({"overlap": "ring"}, "overlap is 'ring', expected 'none' or 'dual_batch' without sequ"),
-        ({"overlap": "dual_batch", "split_axis": ""}, "overlap is 'dual_batch', expected 'none', o"),
+        ({"overlap": "dual_batch", "split_axis": ""}, "overlap is 'dual_batch', expected 'none', "),
         ({"overlap": "rings", "sequence_parallel": True}, "overlap is 'rings', expected one of"),
         ({"num_experts": -1}, "num_experts is -1, expected the number of experts, or 0"),
         ({"num_experts": 2, "experts_per_token": 3}, "Experts: top_k is 3, expected from 1 to"),
@@ -211,8 +211,8 @@ REFUSED = [
         build_halves,
         (
             {"num_minibatches": 8},
-            "split.overlap is 'dual_batch', and a device has 1 sequence of a minibatch, expected an "
-            "even number",
+            "split.overlap is 'dual_batch', and a device has 1 sequence of a minibatch, expected "
+            "an even number",
         ),
         (
             {"mode": "auto"},
