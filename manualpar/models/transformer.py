@@ -197,7 +197,7 @@ def run_layers(
     if is_halved and not model.is_initializing() and _is_split(config.split.axis):
         # The loop carries the pair, because splitting and joining it in each layer would copy it.
         stream = halve(x_BSD)
-        document_BS = document_BS if document_BS is None else halve(document_BS)
+        document_BS = halve(document_BS) if isinstance(document_BS, jax.Array) else None
     stream = run(stream, range(in_loop.start))
     if in_loop:
         stream = _run_loop(model, config, stream, angles, document_BS, rows)

@@ -321,7 +321,7 @@ def _check_left_to_xla(values: Mapping[str, Any]) -> None:
 def _bytes_of_half(
     config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh, division: Division
 ) -> int:
-    """Returns the bytes of the residual stream of a half of a device's batch; 0 without halves."""
+    """Returns the bytes of a half of a device's batch between layers; 0 without halves."""
     if config.parallel.get("layer_overlap") != "dual_batch" or not splits_layers(config):
         return 0
     batch_size = config.data.batch_size
@@ -336,7 +336,9 @@ def _bytes_of_half(
             "fewer minibatches, or --config.parallel.layer_overlap=none."
         )
     model: Any = task.model
-    positions = config.data.sequence_length // mesh.shape.get(CONTEXT_AXIS, 1)
+    parts = mesh.shape.get(CONTEXT_AXIS, 1)
+    parts *= mesh.shape[SPLIT_AXIS] if config.parallel.sequence else 1
+    positions = config.data.sequence_length // parts
     return examples // 2 * positions * model.hidden_size * jnp.dtype(model.dtype).itemsize
 
 

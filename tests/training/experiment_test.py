@@ -299,7 +299,8 @@ def test_options_are_chosen_for_split_positions_and_halves(devices8, monkeypatch
     config.model.update(num_heads=4, num_kv_heads=2)
     config.parallel.layer_overlap = "dual_batch" if halved else "none"
     prepare(config)
-    half = config.data.batch_size // 4 // 2 * config.data.sequence_length * config.model.hidden_size
+    tokens = config.data.batch_size // 4 // 2 * config.data.sequence_length // 2
+    half = tokens * config.model.hidden_size
     facts = {"overlap": "auto", "averages": False, "half_bytes": 2 * half if halved else 0}
     assert given == [(("cpu", [4], ["model", "sequence"]), facts)]
 

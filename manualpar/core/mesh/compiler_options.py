@@ -234,8 +234,9 @@ def choose_options(
       averages: Whether gradients are averaged by all-reduces over several hosts, as data
         parallelism does. If XLA delays the all-reduces of a layer into the next iteration of a
         loop, those of the last iteration are exposed, and they take longer between hosts.
-      half_bytes: The bytes that an all-reduce of a half of a device's batch sums, if split layers
-        run two halves side by side; 0 if they do not.
+      half_bytes: If split layers run two halves of a device's batch side by side, the bytes of a
+        half between layers: all that an all-reduce sums, or a device's part of a reduce-scatter.
+        0 without halves.
     """
     if overlap not in OVERLAPS:
         raise ValueError(
@@ -269,13 +270,12 @@ def choose_options(
 def _apart(half_bytes: int, *, is_scattered: bool) -> dict[str, str | bool]:
     """Returns thresholds with which XLA does not join the collectives of two halves of a batch.
 
-    Joined, each half waits for the other. XLA counts the bytes that an all-reduce sums, and the
-    part of a reduce-scatter that a device gets; a node has at most 8 devices. Where XLA's own
-    threshold is small enough it stays, because XLA then joins gradients as it likes: a step of
-    `h100:8` takes 25.0 ms, and 25.3 to 25.4 with a threshold of 4 or 16 MiB.
+    Joined, each half waits for the other. Where XLA's own threshold is small enough it stays,
+    because XLA then joins gradients as it likes: a step of `h100:8` takes 25.0 ms, and 25.3 to 25.4
+    with a threshold of 4 or 16 MiB.
     """
     if is_scattered:
-        return {"xla_gpu_reduce_scatter_combine_threshold_bytes": str(half_bytes // 8)}
+        return {"xla_gpu_reduce_scatter_combine_threshold_bytes": str(half_bytes)}
     if 2 * half_bytes > XLA_JOINS:
         return {}
     return {"xla_gpu_all_reduce_combine_threshold_bytes": str(half_bytes)}
