@@ -594,13 +594,17 @@ def _read(path: tuple[Any, ...], x: Any) -> Any:
 def _copied(params: Any) -> Any:
     """Returns parameters that XLA takes for others than `params`.
 
-    There is a barrier for each type, because its operands must vary over the same axes.
+    There is a barrier for each type, because its operands must vary over the same axes. Both halves
+    read a parameter that is the only one of its type: XLA for GPUs, which keeps two iterations of a
+    loop in memory, crashes at a barrier of one array.
     """
     leaves, structure = jax.tree.flatten(params)
     by_type: dict[frozenset[str], list[int]] = {}
     for i, x in enumerate(leaves):
         by_type.setdefault(varying_axes(x), []).append(i)
     for indices in by_type.values():
+        if len(indices) == 1:
+            continue
         copies = jax.lax.optimization_barrier([leaves[i] for i in indices])
         for i, x in zip(indices, copies, strict=True):
             leaves[i] = x
