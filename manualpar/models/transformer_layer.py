@@ -605,7 +605,22 @@ def _copied(params: Any) -> Any:
     for indices in by_type.values():
         if len(indices) == 1:
             continue
-        copies = jax.lax.optimization_barrier([leaves[i] for i in indices])
+        copies = _behind([leaves[i] for i in indices])
         for i, x in zip(indices, copies, strict=True):
             leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_jvp
+def _behind(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Returns arrays behind a barrier. Gradients pass none, so frozen parameters get none."""
+    copies: list[jax.Array] = jax.lax.optimization_barrier(arrays)
+    return copies
+
+
+def _behind_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (arrays,), (changes,) = primals, tangents
+    return _behind(arrays), changes
+
+
+_behind.defjvp(_behind_jvp, symbolic_zeros=True)
