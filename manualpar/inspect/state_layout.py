@@ -3,7 +3,9 @@
 This module also counts trained and frozen parameters, and the bytes that a step sends for them.
 """
 
+import io
 import math
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -227,6 +229,14 @@ class FittedTable(Table):
     `console.print(table, soft_wrap=True)`: otherwise a console cuts off longer lines. So without
     `soft_wrap` the table breaks words if it is too wide.
     """
+
+    def __str__(self) -> str:
+        """Returns the table as text, as wide as the terminal."""
+        width = shutil.get_terminal_size((120, 24)).columns
+        console = Console(file=io.StringIO(), width=width)
+        with console.capture() as captured:
+            console.print(self, soft_wrap=True)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Renders the table with the widths that fit."""
