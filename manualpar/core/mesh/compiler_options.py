@@ -150,7 +150,7 @@ CHOICES: tuple[Choice, ...] = (
         128,
         {_SCHEDULER: True, **_PIPELINED},  # And the thresholds of `_apart`.
         "the planner's model, without halves and with halves and these: h100:8 with layers split "
-        "over 4 26.3 to 25.0 ms, with positions split too 28.4 to 25.1; h100:4x8 32.8 to 30.0",
+        "over 4 26.3 to 24.7 ms, with positions split too 28.4 to 25.0; h100:4x8 32.8 to 30.4",
         beside=("model", SEQUENCE),
         halves=True,
     ),
@@ -271,8 +271,8 @@ def _apart(half_bytes: int, *, is_scattered: bool) -> dict[str, str | bool]:
     """Returns thresholds with which XLA does not join the collectives of two halves of a batch.
 
     Joined, each half waits for the other. Where XLA's own threshold is small enough it stays,
-    because XLA then joins gradients as it likes: a step of `h100:8` takes 25.0 ms, and 25.3 to 25.4
-    with a threshold of 4 or 16 MiB.
+    because XLA then joins gradients as it likes. With a threshold of 4 or 16 MiB a step on `h100:8`
+    would take 1% more time.
     """
     if is_scattered:
         return {"xla_gpu_reduce_scatter_combine_threshold_bytes": str(half_bytes)}
