@@ -150,7 +150,7 @@ CHOICES: tuple[Choice, ...] = (
         128,
         {_SCHEDULER: True, **_PIPELINED},  # And the thresholds of `_apart`.
         "the planner's model, without halves and with halves and these: h100:8 with layers split "
-        "over 4 26.3 to 24.7 ms, with positions split too 28.4 to 25.0; h100:4x8 32.8 to 30.4",
+        "over 4 26.3 to 24.6 ms, with positions split too 28.4 to 25.0; h100:4x8 32.8 to 30.4",
         beside=("model", SEQUENCE),
         halves=True,
     ),
