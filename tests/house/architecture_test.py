@@ -260,7 +260,7 @@ BROKEN = [
     (find_misshapen_files, "manualpar.training.utils", "", "says nothing"),
     (
         find_misshapen_files,
-        "manualpar.planner.compiler_worker",
+        "manualpar.plans.compiler_worker",
         "def main(): f()\nif __name__ == '__main__':\n    main()\ndef f(): ...",
         "compiler_worker:2: the program runs before the end",
     ),
