@@ -20,6 +20,7 @@ __all__ = [
     "EXAMPLES_SCOPE",
     "EXPERT_SCOPE",
     "GATHER_SCOPE",
+    "HALVES",
     "METRICS_SCOPE",
     "NEW_PARAMS_SCOPE",
     "NONFINITE_SCOPE",
