@@ -104,6 +104,10 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "split over 4": Layout({SPLIT_AXIS: 4}),
     "split over 4, sequence": Layout({SPLIT_AXIS: 4}, {"parallel.sequence": True}),
+    "split over 4, dual batch": Layout({SPLIT_AXIS: 4}, {"parallel.layer_overlap": "dual_batch"}),
+    "split over 4, sequence, dual batch": Layout(
+        {SPLIT_AXIS: 4}, {"parallel.sequence": True, "parallel.layer_overlap": "dual_batch"}
+    ),
     "split over 4, ring": Layout(
         {SPLIT_AXIS: 4}, {"parallel.sequence": True, "parallel.layer_overlap": "ring"}
     ),

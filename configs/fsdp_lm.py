@@ -68,7 +68,7 @@ def get_config() -> ConfigDict:
     config.parallel.mesh = ConfigDict({"data": -1})
     config.parallel.mesh_order = ()  # the axes, slowest links first; (): from "replica" to "model"
     config.parallel.sequence = False  # True: splits the activations between layers over "model" too
-    config.parallel.layer_overlap = "none"  # or "ring" (with sequence): computes while sending
+    config.parallel.layer_overlap = "none"  # or "dual_batch", "ring": computes while sending
     config.parallel.context_attention = "auto"  # over "context"; or "ring", "ulysses", "gather"
     config.parallel.pipeline = "1f1b"  # over "stage": "1f1b" or "gpipe"
     config.parallel.pipeline_chunks = 1  # the number of separate runs of layers on each stage

@@ -91,7 +91,6 @@ CLOSED_FORM: Mapping[str, Any] = {
     "parallel.replicate": (),
     "parallel.pad": False,
     "parallel.axis_by_axis": False,
-    "parallel.layer_overlap": "none",
     "parallel.mesh_order": (),
     "parallel.mode": "manual",
     "parallel.context_attention": "auto",

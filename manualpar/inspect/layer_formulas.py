@@ -313,6 +313,7 @@ def document_collectives(
     copies: int,
     counted: bool = True,
     recomputed: bool = False,
+    parts: int = 1,
 ) -> Iterator[Collective]:
     """Yields the gathers of document numbers over a context axis, for packed sequences.
 
@@ -322,13 +323,15 @@ def document_collectives(
     The body of the loop over layers has `in_loop` layers, and `after` layers are outside of the
     loop. All iterations gather the same numbers, so JAX moves these gathers out of the loop, where
     each layer of the body has `copies` gathers. With `recomputed` each layer of the body has one
-    gather there, and each of all `layers` gathers once more when remat runs it again.
+    gather there, and each of all `layers` gathers once more when remat runs it again. A layer
+    gathers the numbers of each of `parts` parts of the batch.
     """
     if counted:
         yield x.collective(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
     times = (1 if recomputed else copies) * in_loop + after
     times += layers if recomputed else 0
-    yield x.collective(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
+    examples, positions = x.part[0] // parts, x.part[1]
+    yield x.collective(CONTEXT_SCOPE, "all_gather", parts * times, (examples, positions), INT32)
 
 
 def _enter(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:

@@ -239,6 +239,11 @@ class Norm(FieldGroup):
             refuse(self, "epsilon", "more than 0, such as 1e-6")
 
 
+# `LayerOverlap`, and what only a whole layer can do.
+SplitOverlap = LayerOverlap | Literal["dual_batch"]
+SPLIT_OVERLAPS: tuple[SplitOverlap, ...] = (*LAYER_OVERLAPS, "dual_batch")
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Split(FieldGroup):
     """How each layer is split over devices.
@@ -249,25 +254,30 @@ class Split(FieldGroup):
       sequence_parallel: Whether the residual stream is split over `axis` too, along its positions.
         The number of devices must divide the number of positions.
       overlap: `"ring"`: attention and MLP send chunks of the sequence around a ring of devices
-        while they compute; this needs `sequence_parallel`. `"none"`: one collective before or after
-        each product. Experts and head always use one collective.
+        while they compute; this needs `sequence_parallel`. `"dual_batch"`: in training on a mesh
+        with `axis`, two halves of a device's batch go through each layer side by side, so that one
+        computes while the other is sent; this needs mode `manual`, and an even number of sequences
+        of a minibatch on each device. `"none"`: one collective before or after each product.
+        Experts and head always use one collective.
     """
 
     axis: str | None = flat_field(None, "split_axis")
     sequence_parallel: bool = flat_field(False, "sequence_parallel")
-    overlap: LayerOverlap = flat_field("none", "overlap")
+    overlap: SplitOverlap = flat_field("none", "overlap")
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and not self.axis:
             refuse(self, "sequence_parallel", "False, or set axis, such as 'model', too")
-        if self.overlap != "none" and not self.sequence_parallel:
+        if self.overlap == "ring" and not self.sequence_parallel:
             refuse(
                 self,
                 "overlap",
-                "'none' without sequence_parallel, because only the collectives of sequence "
-                "parallelism can overlap",
+                "'none' or 'dual_batch' without sequence_parallel, because only the collectives of "
+                "sequence parallelism can go around a ring",
             )
-        refuse_unknown(self, "overlap", LAYER_OVERLAPS)
+        if self.overlap == "dual_batch" and not self.axis:
+            refuse(self, "overlap", "'none', or set axis, such as 'model', too")
+        refuse_unknown(self, "overlap", SPLIT_OVERLAPS)
 
     @property
     def sequence_dim(self) -> int | None:
@@ -389,7 +399,7 @@ def make_product(
         bias_init=marked(nn.initializers.zeros, dim_names[contracted:], annotate=config.annotate),
         dtype=config.dtype,
         sequence_dim=config.split.sequence_dim if is_row else None,
-        overlap=config.split.overlap if is_row else "none",
+        overlap="ring" if is_row and config.split.overlap == "ring" else "none",
         shared="kv_heads" in dim_names,
         name=name,
     )

@@ -55,7 +55,7 @@ from manualpar.models.layer_config import (
     split_dims,
 )
 from manualpar.models.rotary import NO_SCALING, Rotary, rotary_angles
-from manualpar.models.transformer_layer import Layer, normalize
+from manualpar.models.transformer_layer import Documents, Layer, Stream, halve, normalize
 
 # -------------------------------------------------------------------------------------------------
 # Runs the layers of a `Transformer`: unrolled (*written out*), or one layer in an `nn.scan` loop.
@@ -149,11 +149,11 @@ class LayerGroup(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x_BSD: jax.Array,
+        x_BSD: Stream,
         angles: Angles,
-        document_BS: jax.Array | None,
+        document_BS: Documents,
         rows: Prompts | Past | None = None,
-    ) -> tuple[jax.Array, None]:
+    ) -> tuple[Stream, None]:
         """Runs the layers of a group; see `Layer`."""
         layer = _layer_class(self.remat, in_loop=True)
         for index in range(size_of_group(self.config.attention, self.config.experts)):
@@ -167,7 +167,7 @@ def run_layers(
     config: LayerConfig,
     x_BSD: jax.Array,
     angles: Angles,
-    document_BS: jax.Array | None,
+    document_BS: Documents,
     rows: Prompts | Past | None = None,
 ) -> jax.Array:
     """Runs all layers, which become submodules of the calling module.
@@ -185,27 +185,46 @@ def run_layers(
     in_loop = scanned_layers(model)
     written_out = _layer_class(model.remat, in_loop=False)
 
-    def run(x_BSD: jax.Array, layers: range) -> jax.Array:
+    def run(x_BSD: Stream, layers: range) -> Stream:
         for index in layers:
             own_config, angles_SH = _of_kind(config, angles, index)
             layer = written_out(own_config, name=f"layer_{index}")
             x_BSD, _ = layer(x_BSD, angles_SH, document_BS, rows)
         return x_BSD
 
-    x_BSD = run(x_BSD, range(in_loop.start))
+    stream: Stream = x_BSD
+    is_halved = config.split.overlap == "dual_batch" and rows is None
+    if is_halved and not model.is_initializing() and _is_split(config.split.axis):
+        # The loop carries the pair, because splitting and joining it in each layer would copy it.
+        stream = halve(x_BSD)
+        document_BS = halve(document_BS) if isinstance(document_BS, jax.Array) else None
+    stream = run(stream, range(in_loop.start))
     if in_loop:
-        x_BSD = _run_loop(model, config, x_BSD, angles, document_BS, rows)
-    return run(x_BSD, range(in_loop.stop, model.num_layers))
+        stream = _run_loop(model, config, stream, angles, document_BS, rows)
+    stream = run(stream, range(in_loop.stop, model.num_layers))
+    return jnp.concatenate(stream) if isinstance(stream, tuple) else stream
+
+
+def _is_split(axis: str | None) -> bool:
+    """Returns whether layers are split over the axis; refuses two halves in other modes."""
+    if bound_axes("Transformer", axis):
+        return True
+    if axis in jax.sharding.get_abstract_mesh().axis_names:
+        raise ValueError(
+            "Transformer: split.overlap is 'dual_batch', expected 'none' or mode='manual', because "
+            "in other modes XLA chooses when activations are sent."
+        )
+    return False
 
 
 def _run_loop(
     model: "Transformer",
     config: LayerConfig,
-    x_BSD: jax.Array,
+    x_BSD: Stream,
     angles: Angles,
-    document_BS: jax.Array | None,
+    document_BS: Documents,
     rows: Prompts | Past | None,
-) -> jax.Array:
+) -> Stream:
     size = size_of_group(config.attention, config.experts)
     layer: Any = _layer_class(model.remat, in_loop=True)
     # The loop begins after the dense layers at the beginning.
@@ -444,8 +463,8 @@ def _check_groups(model: "Transformer") -> None:
         if size_of_head(model) <= latent.rotary_size:
             expected = f"more than attention.latent.rotary_size={latent.rotary_size}"
             refuse(model, "head_size", expected)
-        if split.overlap != "none":
-            refuse_in("split", "overlap", "'none' with attention.latent")
+        if split.overlap == "ring":
+            refuse_in("split", "overlap", "'none' or 'dual_batch' with attention.latent")
     if context.axis and context.axis == split.axis:
         refuse_in("context", "axis", f"another axis than split.axis={split.axis!r}")
     if model.rotary.local_base and not attention.global_every:

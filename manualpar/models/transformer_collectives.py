@@ -105,7 +105,8 @@ def transformer_sends(
 class MinibatchCollectives:
     """The collectives of a minibatch: before the layers, in one layer, and after the layers.
 
-    These are the attributes `before`, `layer` and `after`. `dense_layer` has the collectives of a
+    These are the attributes `before`, `layer` and `after`. With `overlap="dual_batch"`, a layer has
+    twice as many collectives, of half as many examples. `dense_layer` has the collectives of a
     layer without experts in a model with experts. The collectives in `documents` send the document
     numbers for all layers.
 
@@ -145,11 +146,13 @@ class MinibatchCollectives:
         self.dense_layer: list[Collective] = []
         self.after: list[Collective] = []
         split, experts = model.split, model.experts
+        halves = 2 if split.overlap == "dual_batch" and split.axis in sizes else 1
 
-        def activations(axis: str | None) -> LayerActivations | None:
+        def activations(axis: str | None, parts: int = 1) -> LayerActivations | None:
             examples, positions = tokens
             if axis is None or axis not in sizes:
                 return None
+            examples //= parts
             if axis == model.context.axis:
                 positions *= sizes[axis]
             return LayerActivations(
@@ -176,26 +179,28 @@ class MinibatchCollectives:
             norms |= {"shared": model.norm.shared, "parallel": model.mlp.parallel}
             norms |= {"pre_norms": (2 - model.norm.shared) * model.norm.pre}
             norms["out_biases"] = model.attention.out_bias + model.mlp.bias
+            in_layer = activations(split.axis, halves)
+            assert in_layer is not None
             if (latent := model.attention.latent).rank:
                 of_keys, of_queries = latent.rank + latent.rotary_size, latent.query_rank
                 norms["latents"] = of_queries or model.hidden_size, of_keys
                 norms["latent_norms"] = latent.rank, *(of_queries,) * bool(of_queries)
                 norms["latent_kernels"] = of_keys, *(of_queries,) * bool(of_queries)
                 norms["dtype"] = parameter_dtype
-            self.layer += block_collectives(x, **norms, **runs)
+            self.layer += block_collectives(in_layer, **norms, **runs)
             self.dense_layer += self.layer
             if experts.num_experts:
                 counts: Any = {"num_experts": experts.num_experts, "top_k": experts.top_k}
                 counts |= {"has_shared_gate": experts.shared_is_gated, "dtype": parameter_dtype}
                 if experts.biases:
                     counts["biased"] = experts.num_experts // sizes.get(experts.axis or "", 1)
-                self.layer += router_collectives(x, **counts, **runs)
+                self.layer += router_collectives(in_layer, **counts, **runs)
             smoothed = model.label_smoothing > 0
             self.after += [
                 *head_collectives(x, norm_vectors=vectors),
                 *cross_entropy_collectives(x, smoothed=smoothed),
             ]
-        if experts.num_experts and (x := activations(experts.axis)):
+        if experts.num_experts and (x := activations(experts.axis, halves)):
             capacity = slots_of_expert(model, sizes, x.shape[1])
             self.layer += expert_collectives(
                 x, num_experts=experts.num_experts, capacity=capacity, **runs
@@ -204,12 +209,14 @@ class MinibatchCollectives:
             features = max(size_of_head(model), size_of_value(model))
             heads = *heads_of_device(model, sizes), features
             how = model.context.how
-            of_attention = list(attention_collectives(x, how, heads=heads, **runs))
+            in_layer = activations(model.context.axis, halves)
+            assert in_layer is not None
+            of_attention = list(attention_collectives(in_layer, how, heads=heads, **runs))
             self.layer += of_attention
             self.dense_layer += of_attention
             if experts.num_experts:
                 of_experts: Any = {"num_experts": experts.num_experts, "top_k": experts.top_k}
-                self.layer += routing_collectives(x, **of_experts, **runs)
+                self.layer += routing_collectives(in_layer, **of_experts, **runs)
                 self.after += loss_of_experts_collectives(x, layers_with_experts(model))
             if documents:
                 looped = len(scanned_layers(model))
@@ -223,7 +230,9 @@ class MinibatchCollectives:
                     copies=1 if in_ticks else copies,
                     counted=documents == "counted",
                     recomputed=recomputed,
+                    parts=halves,
                 )
+        self.layer, self.dense_layer = _times(halves, self.layer), _times(halves, self.dense_layer)
 
 
 def slots_of_expert(model: Transformer, sizes: Mapping[str, int], positions: int) -> int:

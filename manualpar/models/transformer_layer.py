@@ -5,8 +5,9 @@ https://arxiv.org/abs/1909.08053): each device computes some of the heads and so
 features. Attention and MLP call `enter` and `leave` once each, so that a layer and its gradient
 have four all-reduces of the residual stream. With `sequence_dim` the residual stream and its norms
 are split along their positions (https://arxiv.org/abs/2205.05198). With `overlap="ring"` attention
-and MLP then compute while they send, see `manualpar.layers.ring`. Sequences may also be split over
-a context axis; only attention and experts have code for such sequences, see
+and MLP then compute while they send, see `manualpar.layers.ring`. With `overlap="dual_batch"` two
+halves of the device's batch go through a layer side by side, see the last section. Sequences may
+also be split over a context axis; only attention and experts have code for such sequences, see
 `manualpar.layers.attention.context`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
@@ -20,6 +21,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.tracing.scopes import HALVES
 from manualpar.layers import MoE, enter, split
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
@@ -31,6 +34,7 @@ from manualpar.layers.attention.key_value_cache import (
     keep_prompts,
 )
 from manualpar.layers.boundaries import mean_square_of_heads
+from manualpar.layers.moe.routing import COUNTS, LOSSES
 from manualpar.layers.ring import Chunks, enter_ring, whole_sequence
 from manualpar.models.layer_config import (
     ACTIVATIONS,
@@ -50,6 +54,13 @@ from manualpar.models.rotary import rotate, scaled
 APART = frozenset({"TPU v5", "TPU v5p"})
 
 
+# The residual stream and the documents of a device's batch, or of its two halves, see the last
+# section.
+Halves = tuple[jax.Array, jax.Array]
+Stream = jax.Array | Halves
+Documents = jax.Array | Halves | None
+
+
 class Layer(nn.Module):
     """Attention and an MLP or experts, each added to the residual stream."""
 
@@ -58,18 +69,21 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x_BSD: jax.Array,
+        x_BSD: Stream,
         angles_SH: jax.Array | None,
-        document_BS: jax.Array | None,
+        document_BS: Documents,
         rows: Prompts | Past | None = None,
-    ) -> tuple[jax.Array, None]:
+    ) -> tuple[Stream, None]:
         """Runs the layer; returns the new residual stream, and a `None` that `nn.scan` requires.
 
-        The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position attends only to
-        positions with the same number in `document_BS`; `None` stands for one document. Without
-        angles nothing is rotated. With `rows`, keys and values are kept in collections, see
-        `Transformer`.
+        The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split, or a pair of halves, and then
+        `document_BS` is a pair too. A position attends only to positions with the same number in
+        `document_BS`; `None` stands for one document. Without angles nothing is rotated. With
+        `rows`, keys and values are kept in collections, see `Transformer`.
         """
+        if isinstance(x_BSD, tuple):
+            return run_halves(self, x_BSD, angles_SH, document_BS), None
+        assert not isinstance(document_BS, tuple)
         config, x_BSD = self.config, _behind_barrier(x_BSD)
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
         scale, norm = config.scales.residual, config.norm
@@ -495,3 +509,118 @@ def _latent_norm(name: str, config: LayerConfig) -> nn.Module:
 def _padded(x: jax.Array, size: int) -> jax.Array:
     """Adds zeros at the end of the last dim, up to `size`."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+
+# -------------------------------------------------------------------------------------------------
+# Two halves of the device's batch in a layer (dual-batch overlap, as in DeepSeek-V3,
+# https://arxiv.org/abs/2412.19437, and Domino, https://arxiv.org/abs/2409.15241).
+#
+# The collectives of a split layer wait for the product before them, and the product after them
+# waits for the collectives. With two halves of the batch, one half computes while the other half is
+# sent. XLA's scheduler finds this order alone, if nothing joins the halves. But XLA merges products
+# that read the same weight, and norms that read the same scale, and then both halves wait for each
+# other. So the second half reads copies, which a barrier makes: they take no memory and no time,
+# because XLA removes the barrier after it has merged what it can.
+#
+# The layer gathers each parameter once, before the copies, and sums the gradients of both halves
+# before it scatters them. It sends as many bytes as without halves, in twice as many collectives.
+
+
+def halve(stream: jax.Array) -> Halves:
+    """Divides the sequences of a device's batch, dim 0, into two halves."""
+    count = len(stream)
+    if count % 2:
+        raise ValueError(
+            f"Transformer: split.overlap is 'dual_batch', and a device has {count} "
+            f"sequence{'s' * (count > 1)} of a minibatch, expected an even number, because it "
+            "divides them into two halves; use a larger batch or fewer minibatches, or "
+            "overlap='none'."
+        )
+    first, second = jnp.split(stream, 2)
+    return first, second
+
+
+def run_halves(
+    layer: Layer, halves: Halves, angles_SH: jax.Array | None, documents: Documents
+) -> Halves:
+    """Runs a layer on each half of the batch; returns both halves of the residual stream.
+
+    Each half draws its own dropout masks.
+
+    Communication:
+      The parameters are gathered once. Each half has the collectives of activations of `Layer`, and
+      the all-reduces of the gradients of replicated parameters, such as the scales of norms.
+    """
+    variables = dict(layer.variables)
+    sown = [name for name in (LOSSES, COUNTS) if layer.is_mutable_collection(name)]
+    read = {name: value for name, value in variables.items() if name not in sown}
+    params = jax.tree_util.tree_map_with_path(_read, read.pop("params"), is_leaf=_is_boxed)
+    pair = documents if isinstance(documents, tuple) else (None, None)
+    outputs, values = [], []
+    for number, of_half in enumerate((params, _copied(params))):
+        rngs = {"dropout": layer.make_rng("dropout")} if layer.config.dropout_rate else {}
+        half: Any = layer.clone(parent=None, name=HALVES[number])
+        (y_BSD, _), new = half.apply(
+            {**read, "params": of_half},
+            halves[number],
+            angles_SH,
+            pair[number],
+            rngs=rngs,
+            mutable=sown,
+        )
+        outputs.append(y_BSD)
+        values.append(new)
+    # Sown values have an entry for each sequence.
+    joined = jax.tree.map(lambda *both: jnp.concatenate(both), *values)
+    for collection, modules in joined.items():
+        for module, value in modules.items():
+            layer.put_variable(collection, module, value)
+    first, second = outputs
+    return first, second
+
+
+def _is_boxed(x: Any) -> bool:
+    return isinstance(x, nn.meta.AxisMetadata)
+
+
+def _read(path: tuple[Any, ...], x: Any) -> Any:
+    """Returns a parameter as its module gets it."""
+    if not _is_boxed(x):
+        return x
+    with jax.named_scope("/".join(key.key for key in path[:-1])):
+        return x.unbox()
+
+
+def _copied(params: Any) -> Any:
+    """Returns parameters that XLA takes for others than `params`.
+
+    There is a barrier for each type, because its operands must vary over the same axes. Both halves
+    read a parameter that is the only one of its type: XLA for GPUs, which keeps two iterations of a
+    loop in memory, crashes at a barrier of one array.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    by_type: dict[frozenset[str], list[int]] = {}
+    for i, x in enumerate(leaves):
+        by_type.setdefault(varying_axes(x), []).append(i)
+    for indices in by_type.values():
+        if len(indices) == 1:
+            continue
+        copies = _behind([leaves[i] for i in indices])
+        for i, x in zip(indices, copies, strict=True):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_jvp
+def _behind(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Returns arrays behind a barrier. Gradients pass none, so frozen parameters get none."""
+    copies: list[jax.Array] = jax.lax.optimization_barrier(arrays)
+    return copies
+
+
+def _behind_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (arrays,), (changes,) = primals, tangents
+    return _behind(arrays), changes
+
+
+_behind.defjvp(_behind_jvp, symbolic_zeros=True)

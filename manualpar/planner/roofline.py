@@ -12,8 +12,10 @@ Collectives inside the differentiated model, which gather parameters and scatter
 run while a neighbouring layer computes. The time `max(S - C, S of one layer)` is exposed in each
 pass, forward and backward, because no layer hides the collectives of the first layer. Collectives
 of activations, in tensor, sequence and expert parallelism, are exposed, because the next product
-waits for them. The steps of a ring of permutations are hidden like gathers. Collectives outside the
-model are exposed: they reduce complete gradients, gather ZeRO's new parameters, or sum metrics.
+waits for them. The steps of a ring of permutations are hidden like gathers. So are, on GPUs, the
+collectives of split layers that run two halves of a batch: one half computes while the other is
+sent. Collectives outside the model are exposed: they reduce complete gradients, gather ZeRO's new
+parameters, or sum metrics.
 
 The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
 (`manualpar.layers.pipeline.schedules.Table.tick_times`). In each part of a tick, such as the
@@ -31,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manualpar.core.tracing.scopes import PIPELINE_SCOPE
+from manualpar.core.tracing.scopes import HALVES, PIPELINE_SCOPE
 from manualpar.inspect.communication import grouped, summed
 from manualpar.inspect.flops import ROWS, Product
 from manualpar.layers.pipeline.schedules import Costs
@@ -234,6 +236,8 @@ def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[s
     permutes = (x for x in work.collectives if x.kind == "permute")
     has_ring = any(x.purpose != PIPELINE_SCOPE for x in permutes)
     ring = ", and permutations," if has_ring else ""
+    has_halves = any(not set(HALVES).isdisjoint(x.scope.split("/")) for x in work.collectives)
+    ring += ", and what a half of a batch sends," if has_halves and not chip.is_tpu else ""
     return (
         f"Products reach {chip.flops_efficiency:.0%} of {chip.peak(work.dtype) / 1e12:,.1f} "
         f"TFLOP/s in {work.dtype}{_of_kernels(work, chip)}, memory {chip.hbm_efficiency:.0%} of "

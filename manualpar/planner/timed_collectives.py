@@ -12,7 +12,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from manualpar.core.mesh.compiler_options import KEEPING_SCATTERS, Overlap, choose_options
-from manualpar.core.tracing.scopes import PIPELINE_SCOPE, innermost_ticks
+from manualpar.core.tracing.scopes import (
+    HALVES,
+    PIPELINE_SCOPE,
+    SEQUENCE_SCOPE,
+    TENSOR_SCOPE,
+    innermost_ticks,
+)
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
@@ -51,6 +57,7 @@ class TimedCollective:
         end, in each run; `None` if the collective is not compiled.
       behind: The module that computes longest in this time; "" if none does.
       is_doubled: Whether the collective sends twice its bytes, see `is_made_an_all_reduce`.
+      is_of_half: Whether the collective sends a half of a batch while the other half computes.
       share: The share of the collective's bytes that counts for one step; less than 1 in DiLoCo's
         outer steps. `seconds` and `slow_bytes` are this share already.
     """
@@ -63,6 +70,7 @@ class TimedCollective:
     cycles_between: int | None = None
     behind: str = ""
     is_doubled: bool = False
+    is_of_half: bool = False
     share: float = 1.0
 
     @property
@@ -73,7 +81,8 @@ class TimedCollective:
     @property
     def is_awaited(self) -> bool:
         """Whether the collective sends activations, for which the layer waits."""
-        return self.collective.purpose in LAYER_SCOPES and self.collective.kind != "permute"
+        is_of_layer = self.collective.purpose in LAYER_SCOPES and not self.is_of_half
+        return is_of_layer and self.collective.kind != "permute"
 
     @property
     def is_inside(self) -> bool:
@@ -153,7 +162,12 @@ class Clock(NamedTuple):
         sent = collective.float_bytes_sent * (2 if is_doubled else 1)
         seconds = ring.seconds(sent, collective.times)
         return TimedCollective(
-            collective, seconds, network, ring.crossing_bytes(sent), is_doubled=is_doubled
+            collective,
+            seconds,
+            network,
+            ring.crossing_bytes(sent),
+            is_doubled=is_doubled,
+            is_of_half=not self.topology.chip.is_tpu and _is_of_half(collective),
         )
 
     def _links(self, axes: tuple[str, ...]) -> Links:
@@ -163,6 +177,15 @@ class Clock(NamedTuple):
         is_doubled = is_made_an_all_reduce(topology, ring)
         doubles_scatters = is_doubled and not _keeps_scatters(topology, ring, self.work.overlap)
         return Links(ring, network, doubles_scatters)
+
+
+def _is_of_half(collective: Collective) -> bool:
+    """Returns whether a collective over split layers sends a half of a batch.
+
+    Collectives of experts and over a context axis are too many for the other half to hide them.
+    """
+    is_split = collective.purpose in (TENSOR_SCOPE, SEQUENCE_SCOPE)
+    return is_split and not set(HALVES).isdisjoint(collective.scope.split("/"))
 
 
 def network_of(topology: Topology, ring: Ring) -> str:

@@ -165,10 +165,6 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
-
-
 # -------------------------------------------------------------------------------------------------
 # Traces cuDNN's attention for GPUs that are not here.
 #
@@ -217,3 +213,7 @@ def _numbers(device: Device) -> tuple[int, ...]:
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -172,7 +172,8 @@ class Builder(NamedTuple):
             config.model.remat = fields["remat"] = candidate.remat
         if self.can_split:
             config.parallel.sequence &= splits_layers(config)
-            if not config.parallel.sequence:
+            is_ring = config.parallel.layer_overlap == "ring"
+            if not splits_layers(config) or (is_ring and not config.parallel.sequence):
                 config.parallel.layer_overlap = "none"
             fields["split"] = split_of(config)
         task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))

@@ -15,9 +15,9 @@ from manualpar.data.sources import TEXT_SOURCES, load_dataset
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS, Context
 from manualpar.layers.model_fields import LARGEST_FLOAT, MOST_WRITTEN_OUT, config_fields
 from manualpar.layers.pipeline.stages import KEEPS, SCHEDULES, Pipeline
-from manualpar.layers.ring import LAYER_OVERLAPS
 from manualpar.models.classifier import Classifier
 from manualpar.models.generation.drawing import Drawing
+from manualpar.models.layer_config import SPLIT_OVERLAPS
 from manualpar.models.transformer import DTYPES, Transformer
 from manualpar.strategies import BUILT_IN, Field
 from manualpar.strategies.registry import fields_of_options, with_meanings
@@ -327,9 +327,11 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         ),
         "parallel.layer_overlap": Field(
             str,
-            choices=LAYER_OVERLAPS,
-            meaning="Whether attention and MLP send in a ring while they compute, which needs "
-            "parallel.sequence.",
+            choices=SPLIT_OVERLAPS,
+            meaning="How layers that are split over the axis model compute while they send: ring "
+            "sends around a ring, which needs parallel.sequence; dual_batch runs two halves of a "
+            "device's batch side by side, which needs an even number of sequences of a minibatch "
+            "on each device.",
         ),
         "parallel.context_attention": Field(
             str, choices=CONTEXT_ATTENTIONS, meaning=_meaning(Context, "how")

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -233,7 +234,8 @@ def _build(
     if optimizer.ema_decay:
         tx = optax.chain(tx, params_ema(optimizer.ema_decay))
     axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
-    chosen = _choose_options(parallel, mesh, axis_name)
+    half_bytes = _bytes_of_half(config, task, mesh, division)
+    chosen = _choose_options(parallel, mesh, axis_name, half_bytes=half_bytes)
     shared: dict[str, Any] = {
         "mesh": mesh,
         "batch": abstract_batch(task.dataset.train, config.data.batch_size),
@@ -310,8 +312,10 @@ def _check_left_to_xla(values: Mapping[str, Any]) -> None:
     """Refuses options of communication in a mode in which XLA chooses the communication."""
     choices = {x.field: x.xla_chooses for x in PROGRAM_OPTIONS.values() if x.xla_chooses}
     choices["parallel.sequence"] = "how activations are sharded"
-    for field, default in (fields_of_manual_mode() | {"parallel.sequence": False}).items():
-        if value := values.get(field):
+    choices["parallel.layer_overlap"] = "when activations are sent"
+    of_layers = {"parallel.sequence": False, "parallel.layer_overlap": "none"}
+    for field, default in (fields_of_manual_mode() | of_layers).items():
+        if (value := values.get(field)) and value != default:
             raise ValueError(
                 f"config.{field} is {value!r} and config.parallel.mode is "
                 f"{values['parallel.mode']!r}, expected {default!r} or mode 'manual', because in "
@@ -319,8 +323,36 @@ def _check_left_to_xla(values: Mapping[str, Any]) -> None:
             )
 
 
+def _bytes_of_half(
+    config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh, division: Division
+) -> int:
+    """Returns the bytes of a half of a device's batch between layers; 0 without halves."""
+    if config.parallel.get("layer_overlap") != "dual_batch" or not splits_layers(config):
+        return 0
+    batch_size = config.data.batch_size
+    examples = batch_size // (division.devices * division.minibatches)
+    if examples % 2:
+        raise ValueError(
+            f"config.parallel.layer_overlap is 'dual_batch', and config.data.batch_size="
+            f"{batch_size} gives a device {examples} sequence{'s' * (examples > 1)} of a minibatch "
+            f"({division.devices} devices with different sequences, {division.minibatches} "
+            f"minibatch{'es' * (division.minibatches > 1)}), expected an even number, because it "
+            f"divides them into two halves; set --config.data.batch_size={2 * batch_size}, use "
+            "fewer minibatches, or --config.parallel.layer_overlap=none."
+        )
+    model: Any = task.model
+    parts = mesh.shape.get(CONTEXT_AXIS, 1)
+    parts *= mesh.shape[SPLIT_AXIS] if config.parallel.sequence else 1
+    positions = config.data.sequence_length // parts
+    return examples // 2 * positions * model.hidden_size * jnp.dtype(model.dtype).itemsize
+
+
 def _choose_options(
-    parallel: ml_collections.ConfigDict, mesh: Mesh | AbstractMesh, axes: Sequence[str]
+    parallel: ml_collections.ConfigDict,
+    mesh: Mesh | AbstractMesh,
+    axes: Sequence[str],
+    *,
+    half_bytes: int,
 ) -> ChosenOptions:
     """Chooses the compiler options for a program that reduce-scatters gradients over `axes`."""
     if isinstance(mesh, AbstractMesh):
@@ -333,7 +365,12 @@ def _choose_options(
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     averages = strategy_kinds()[parallel.strategy].averages and count_hosts(mesh) > 1
     chosen = choose_options(
-        device.device_kind, rings, others, overlap=parallel.overlap, averages=averages
+        device.device_kind,
+        rings,
+        others,
+        overlap=parallel.overlap,
+        averages=averages,
+        half_bytes=half_bytes,
     )
     return keep_if_known(chosen, device)
 
@@ -352,11 +389,18 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
             "positions are split over the axis that layers are split over; set "
             """--config.parallel.mesh="{'data': -1, 'model': 2}", or sequence=False."""
         )
-    if config.parallel.layer_overlap != "none" and not config.parallel.sequence:
+    overlap = config.parallel.layer_overlap
+    if overlap == "ring" and not config.parallel.sequence:
         raise ValueError(
-            f"config.parallel.layer_overlap is {config.parallel.layer_overlap!r} and "
-            "config.parallel.sequence is False, expected 'none' or sequence=True, because it "
-            "overlaps the collectives of sequence parallelism."
+            "config.parallel.layer_overlap is 'ring' and config.parallel.sequence is False, "
+            "expected 'none', 'dual_batch' or sequence=True, because only the collectives of "
+            "sequence parallelism can go around a ring."
+        )
+    if overlap == "dual_batch" and not splits_layers(config):
+        raise ValueError(
+            f"config.parallel.layer_overlap is 'dual_batch' and config.parallel.mesh has the axes "
+            f"{list(mesh.shape)}, expected 'none' or layers that are split over {SPLIT_AXIS!r}, "
+            "because it hides the collectives of split layers."
         )
     if not splits_layers(config):
         return

@@ -235,8 +235,9 @@ def split_of(config: ml_collections.ConfigDict) -> Split:
     if not splits_layers(config):
         # `prepare` refuses `parallel.sequence` if the mesh does not split layers.
         return Split()
-    sequence = config.parallel.sequence
-    return Split(SPLIT_AXIS, sequence, config.parallel.layer_overlap if sequence else "none")
+    sequence, overlap = config.parallel.sequence, config.parallel.layer_overlap
+    # `prepare` refuses a ring without `parallel.sequence`.
+    return Split(SPLIT_AXIS, sequence, "none" if overlap == "ring" and not sequence else overlap)
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:

@@ -258,6 +258,12 @@ BROKEN = [
     ),
     (find_misshapen_files, "manualpar.core.mesh.mesh", "\n" * 1201, "1201 lines"),
     (find_misshapen_files, "manualpar.training.utils", "", "says nothing"),
+    (
+        find_misshapen_files,
+        "manualpar.plans.compiler_worker",
+        "def main(): f()\nif __name__ == '__main__':\n    main()\ndef f(): ...",
+        "compiler_worker:2: the program runs before the end",
+    ),
     (find_misshapen_files, "manualpar.mesh_helpers", "", "says nothing"),
 ]
 

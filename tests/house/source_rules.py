@@ -467,8 +467,15 @@ def find_lone_readers(sources: dict[str, str]) -> list[str]:
 
 
 def find_misshapen_files(module: str, source: str) -> list[str]:
-    """Finds files with more than `MAX_LINES` lines, or with a name that says nothing."""
+    """Finds files that are too long, have an empty name, or run before their end is defined.
+
+    A block `if __name__ == "__main__"` runs the program, so it must come last: what follows it is
+    not defined yet when the program runs.
+    """
     findings = []
+    for node in _tree(source).body[:-1]:
+        if isinstance(node, ast.If) and "__name__ == '__main__'" in ast.unparse(node.test):
+            findings.append(f"{module}:{node.lineno}: the program runs before the end of the file")
     if (lines := len(source.splitlines())) > MAX_LINES:
         findings.append(f"{module}: {lines} lines; past {MAX_LINES} a file holds two ideas")
     if EMPTY_NAMES & set(module.split(".")[-1].split("_")):

@@ -114,10 +114,18 @@ EXPERTS = {"num_experts": 4, "expert_axis": "expert", "scan_layers": False}
 DENSE = EXPERTS | {"dense_layers": 1, "shared_experts_size": 16, "shared_gate": True}
 CONTEXT = {"context_axis": "context", "bos_token": 1}
 ULYSSES, GATHER = ({"context_attention": how} | CONTEXT for how in ("ulysses", "gather"))
+DUAL = {"overlap": "dual_batch"}
 CASES = [
-    ("zero2", {"data": 2, "model": 4}, TP | GQA, 2),
+    ("zero2", {"data": 2, "model": 4}, TP | GQA | DUAL, 2),
 ]
 SLOW = [
+    ("fsdp", {"data": 2, "model": 4}, GEMMA | QWEN | SP | DUAL | {"remat": "dots"}, 2),
+    ("dp", {"data": 2, "model": 4}, OLMO | SP | DUAL, 2),
+    ("dp", {"data": 2, "model": 4}, LATENT | SP | DUAL, 2),
+    ("dp", {"data": 2, "model": 4}, GPT2 | SP | DUAL | {"remat": "full"}, 2),
+    ("dp", {"data": 2, "context": 2, "model": 2}, ULYSSES | TP | DUAL | {"bos_token": -1}, 2),
+    ("dp", {"data": 2, "context": 2, "model": 2}, CONTEXT | DUAL, 1),
+    ("dp", {"data": 1, "expert": 4, "model": 2}, DENSE | SP | DUAL | {"remat": "full"}, 2),
     ("dp", {"data": 2, "context": 4}, CONTEXT | {"num_layers": 1}, 1),
     *(
         ("dp", {"data": 2, "context": 2, "model": 2}, fields | TP | more, 2)
@@ -200,6 +208,7 @@ STAGED = [
     ("dp", {"stage": 2, "data": 1, "model": 2}, STAGES | TP),
     ("keep", {"stage": 4, "data": 1, "model": 2}, STAGES | SP | {"num_kv_heads": 2}),
     ("dp", {"stage": 2, "data": 2, "model": 2}, STAGES | TP | {"remat": "full"}),
+    ("dp", {"stage": 2, "data": 1, "model": 2}, STAGES | TP | DUAL),
     ("dp", {"stage": 2, "data": 2, "context": 2}, STAGES | CONTEXT | {"bos_token": -1}),
     ("dp", {"stage": 2, "data": 2, "context": 2}, STAGES | ULYSSES | {"bos_token": -1}),
     ("dp", {"stage": 2, "data": 1, "context": 4}, STAGES | GATHER | GQA | {"bos_token": -1}),

@@ -14,7 +14,7 @@ from manualpar.models.layer_config import LayerConfig, Norm
 from manualpar.models.transformer import size_of_vocabulary
 from manualpar.models.transformer_layer import normalize
 from tests.models.split_layers import EXPERTS, SMALL, _batch, build_program
-from tests.models.transformer_families import GEMMA, LLAMA4, QWEN
+from tests.models.transformer_families import GEMMA, LATENT, LLAMA4, QWEN
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, on_one_device
 from tests.one_device import slow_unless
 
@@ -36,11 +36,14 @@ MESHES = {
     "replicas": {"replica": 2, "data": 2, "model": 2},
     "replicas of experts": {"replica": 2, "data": 2, "expert": 2},
 }
-FAST = (("fsdp", "2x4", EVERYTHING | QWEN, {}),)
+DUAL = {"overlap": "dual_batch"}
+FAST = (("fsdp", "2x4", EVERYTHING | QWEN | DUAL, {}),)
 
 
 def _cases():
     yield from FAST
+    yield "fsdp", "2x4", EVERYTHING | QWEN, {}
+    yield "fsdp", "2x4", QWEN | DUAL, {}
     yield "fsdp", "2x4", GEMMA | {"sequence_parallel": True, "overlap": "ring"}, {}
     yield "fsdp", "2x4", LLAMA4 | {"sequence_parallel": True, "overlap": "ring"}, {}
     yield "fsdp", "2x4", LLAMA4, {"mode": "auto"}
@@ -54,6 +57,18 @@ def _cases():
     for remat in ("none", "dots", "full"):
         for mesh in ("2x4", "4x2", "1x8"):
             yield "fsdp", mesh, EVERYTHING | {"overlap": "ring", "remat": remat}, {}
+    for remat in ("none", "dots", "full"):
+        yield "fsdp", "4x2", EVERYTHING | DUAL | {"remat": remat}, {}
+        yield "fsdp", "2x4", UNROLLED | DUAL | {"remat": remat}, {"num_minibatches": 2}
+    for build in ("whole", "zero1", "zero2", "dp"):
+        yield build, "1x8", GEMMA | QWEN | DUAL | {"remat": "full"}, {"num_minibatches": 2}
+    yield "hsdp", "replicas", LLAMA4 | DUAL | {"sequence_parallel": True}, {}
+    yield "fsdp", "8x1", DUAL, {}
+    yield "fsdp", "2x4", LATENT | DUAL | {"sequence_parallel": True, "num_kv_heads": 0}, {}
+    yield "fsdp", "2x4", DUAL, {"communicate_every": "step", "num_minibatches": 4}
+    yield "fsdp", "2x2x2", UNROLLED | EXPERTS | DUAL, {}
+    yield "fsdp", "all experts", EVERYTHING | EXPERTS | DUAL, {}
+    yield "fsdp", "2x2x2", EXPERTS | DUAL | {"capacity_factor": 0.0}, {}
     ring = UNROLLED | {"sequence_parallel": True, "overlap": "ring"}
     yield "fsdp", "2x4", ring, {"num_minibatches": 2}
     yield "fsdp", "2x2x2", ring | EXPERTS, {}

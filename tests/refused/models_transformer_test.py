@@ -68,6 +68,11 @@ def fields(use, model, *given):
     return rows("fields", lambda changes: use(with_fields(model, **changes)), *named)
 
 
+def build_halves(options):
+    model = with_fields(split_layers.SMALL, overlap="dual_batch")
+    split_layers.build_program("fsdp", model, {"data": 2, "model": 4}, **options)
+
+
 def build(changes, mesh=(2, 4)):
     axes = dict(zip(("data", "model"), mesh, strict=True))
     split_layers.build_program("fsdp", with_fields(split_layers.SMALL, **changes), axes)
@@ -193,12 +198,26 @@ REFUSED = [
         ({"annotate": True}, "annotate is True, expected False with split.axis='model'"),
         ({"split_axis": "", "sequence_parallel": True}, "sequence_parallel is True, expected Fal"),
         ({"vocab_multiple": 0}, "vocab_multiple is 0, expected at least 1"),
-        ({"overlap": "ring"}, "overlap is 'ring', expected 'none' without sequence_parallel"),
+        ({"overlap": "ring"}, "overlap is 'ring', expected 'none' or 'dual_batch' without sequ"),
+        ({"overlap": "dual_batch", "split_axis": ""}, "overlap is 'dual_batch', expected 'none', "),
         ({"overlap": "rings", "sequence_parallel": True}, "overlap is 'rings', expected one of"),
         ({"num_experts": -1}, "num_experts is -1, expected the number of experts, or 0"),
         ({"num_experts": 2, "experts_per_token": 3}, "Experts: top_k is 3, expected from 1 to"),
         ({"num_experts": 2, "capacity_factor": -1.0}, "capacity_factor is -1.0, expected more"),
         ({"expert_axis": "data"}, "Experts: axis is 'data', expected None without num_experts"),
+    ),
+    *rows(
+        "two halves",
+        build_halves,
+        (
+            {"num_minibatches": 8},
+            "split.overlap is 'dual_batch', and a device has 1 sequence of a minibatch, expected "
+            "an even number",
+        ),
+        (
+            {"mode": "auto"},
+            "split.overlap is 'dual_batch', expected 'none' or mode='manual', because in other",
+        ),
     ),
     *rows(
         "split contexts",

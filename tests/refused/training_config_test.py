@@ -390,7 +390,31 @@ REFUSED = [
             (
                 {"parallel.sequence": False, "parallel.layer_overlap": "ring"},
                 "config.parallel.layer_overlap is 'ring' and config.parallel.sequence is False, "
-                "expected 'none' or sequence=True",
+                "expected 'none', 'dual_batch' or sequence=True",
+            ),
+            (
+                {
+                    "parallel.mesh": {"data": 8},
+                    "parallel.sequence": False,
+                    "parallel.layer_overlap": "dual_batch",
+                },
+                "config.parallel.layer_overlap is 'dual_batch' and config.parallel.mesh has the "
+                "axes ['data'], expected 'none' or layers that are split over 'model'",
+            ),
+            (
+                {
+                    "parallel.mode": "auto",
+                    "parallel.sequence": False,
+                    "parallel.layer_overlap": "dual_batch",
+                },
+                "config.parallel.layer_overlap is 'dual_batch' and config.parallel.mode is 'auto', "
+                "expected 'none' or mode 'manual'",
+            ),
+            (
+                {"parallel.layer_overlap": "dual_batch", "data.batch_size": 2},
+                "config.parallel.layer_overlap is 'dual_batch', and config.data.batch_size=2 gives "
+                "a device 1 sequence of a minibatch (2 devices with different sequences, 1 "
+                "minibatch), expected an even number",
             ),
             (
                 {"data.sequence_length": 6},

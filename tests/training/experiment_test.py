@@ -281,14 +281,15 @@ def test_compiler_options_are_those_for_the_devices_and_the_axes(
     config = _small(fsdp.get_config(), strategy=strategy, overlap="none", mesh=mesh, **parallel)
     task = make_task(config)
     assert build_experiment(config, task, _schedule) == chosen.options
-    averages = strategy == "dp"
-    assert given == [(("cpu", rings, others), {"overlap": "none", "averages": averages})]
+    facts = {"overlap": "none", "averages": strategy == "dp", "half_bytes": 0}
+    assert given == [(("cpu", rings, others), facts)]
     assert (
         build_experiment(config, task, _schedule, devices=8) == {}
     )  # There is no compiler to ask.
 
 
-def test_options_are_chosen_for_positions_that_are_split(devices8, monkeypatch):
+@pytest.mark.parametrize("halved", [False, True])
+def test_options_are_chosen_for_split_positions_and_halves(devices8, monkeypatch, halved):
     given = []
     chosen = ChosenOptions({}, "")
     monkeypatch.setattr(
@@ -296,8 +297,12 @@ def test_options_are_chosen_for_positions_that_are_split(devices8, monkeypatch):
     )
     config = _small(tp_lm.get_config(), mesh={"data": 4, "model": 2}, sequence=True)
     config.model.update(num_heads=4, num_kv_heads=2)
+    config.parallel.layer_overlap = "dual_batch" if halved else "none"
     prepare(config)
-    assert given == [(("cpu", [4], ["model", "sequence"]), {"overlap": "auto", "averages": False})]
+    tokens = config.data.batch_size // 4 // 2 * config.data.sequence_length // 2
+    half = tokens * config.model.hidden_size
+    facts = {"overlap": "auto", "averages": False, "half_bytes": 2 * half if halved else 0}
+    assert given == [(("cpu", [4], ["model", "sequence"]), facts)]
 
 
 def test_an_experiment_says_what_was_chosen(devices8, monkeypatch):

@@ -71,6 +71,7 @@ class Choice:
       beside: What may be divided in addition to the axis of the ring, see `others` in
         `choose_options`; `None` for anything else, and for any number of rings.
       averages: Whether the options are only for means over several hosts, see `choose_options`.
+      halves: Whether the options are only for layers that run two halves of a batch.
     """
 
     device_kind: str
@@ -79,10 +80,15 @@ class Choice:
     measured: str
     beside: tuple[str, ...] | None = ()
     averages: bool = False
+    halves: bool = False
 
-    def suits(self, rings: Sequence[int], others: Sequence[str], *, averages: bool) -> bool:
+    def suits(
+        self, rings: Sequence[int], others: Sequence[str], *, averages: bool, halves: bool
+    ) -> bool:
         """Returns whether the options are used for these rings and these other axes."""
-        if max(rings, default=1) > self.most or (self.averages and not averages):
+        if max(rings, default=1) > self.most:
+            return False
+        if (self.averages and not averages) or (self.halves and not halves):
             return False
         return self.beside is None or (len(rings) < 2 and set(others) <= set(self.beside))
 
@@ -100,6 +106,7 @@ RENAMED = {
     )
     for name in _COLLECTIVES
 }
+XLA_JOINS = 30 * 2**20  # The bytes up to which XLA:GPU joins all-reduces by default.
 # If a kind of chip has several entries, the first that suits the mesh is used.
 CHOICES: tuple[Choice, ...] = (
     Choice(
@@ -146,6 +153,15 @@ CHOICES: tuple[Choice, ...] = (
         "the all-reduces in this list; v6e:4x8: 47.9 to 35.6; v6e:16x16: 44.5 to 28.4; v6e:4x4 "
         "with layers split over 4: 68.8 to 60.8",
         beside=("model", SEQUENCE),
+    ),
+    Choice(
+        _GPUS,
+        128,
+        {_SCHEDULER: True, **_PIPELINED},  # And the thresholds of `_apart`.
+        "the planner's model, without halves and with halves and these: h100:8 with layers split "
+        "over 4 26.3 to 24.6 ms, with positions split too 28.4 to 25.0; h100:4x8 32.8 to 30.4",
+        beside=("model", SEQUENCE),
+        halves=True,
     ),
     Choice(
         _GPUS,
@@ -214,6 +230,7 @@ def choose_options(
     *,
     overlap: Overlap = "auto",
     averages: bool = False,
+    half_bytes: int = 0,
 ) -> ChosenOptions:
     """Chooses the options to compile a step with.
 
@@ -226,6 +243,9 @@ def choose_options(
       averages: Whether gradients are averaged by all-reduces over several hosts, as data
         parallelism does. If XLA delays the all-reduces of a layer into the next iteration of a
         loop, those of the last iteration are exposed, and they take longer between hosts.
+      half_bytes: If split layers run two halves of a device's batch side by side, the bytes of a
+        half between layers: all that an all-reduce sums, or a device's part of a reduce-scatter.
+        0 without halves.
     """
     if overlap not in OVERLAPS:
         raise ValueError(
@@ -246,10 +266,28 @@ def choose_options(
             why=f"{where}; the other options are faster for at most {most} devices"
         )
     where += f" and also {', '.join(others)}" * bool(others)
-    choice = next((x for x in known if x.suits(rings, others, averages=averages)), None)
+    facts = {"averages": averages, "halves": half_bytes > 0}
+    choice = next((x for x in known if x.suits(rings, others, **facts)), None)
     if choice is None:
         return ChosenOptions(why=f"{where}; the other options were measured only for one axis")
-    return ChosenOptions(choice.options, where)
+    options = dict(choice.options)
+    if choice.halves:
+        options |= _apart(half_bytes, is_scattered=SEQUENCE in others)
+    return ChosenOptions(options, where)
+
+
+def _apart(half_bytes: int, *, is_scattered: bool) -> dict[str, str | bool]:
+    """Returns thresholds with which XLA does not join the collectives of two halves of a batch.
+
+    Joined, each half waits for the other. Where XLA's own threshold is small enough it stays,
+    because XLA then joins gradients as it likes. With a threshold of 4 or 16 MiB a step on `h100:8`
+    would take 1% more time.
+    """
+    if is_scattered:
+        return {"xla_gpu_reduce_scatter_combine_threshold_bytes": str(half_bytes)}
+    if 2 * half_bytes > XLA_JOINS:
+        return {}
+    return {"xla_gpu_all_reduce_combine_threshold_bytes": str(half_bytes)}
 
 
 def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:

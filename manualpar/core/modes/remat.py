@@ -315,9 +315,9 @@ class _Residuals:
     def __init__(self, jaxpr: Jaxpr, num_outputs: int, is_repeated: _IsRepeated) -> None:
         self._jaxpr = jaxpr
         self._out, residuals = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
-        weights, spread, conds = _weights(jaxpr, is_repeated)
+        weights, spread, parts = _weights(jaxpr, is_repeated)
         made = weights | spread
-        makers = [conds.get(id(x), x) for x in jaxpr.eqns if not made.isdisjoint(x.outvars)]
+        makers = [parts.get(id(x), x) for x in jaxpr.eqns if not made.isdisjoint(x.outvars)]
         self._is_dropped = [isinstance(v, Var) and v in weights for v in residuals]
         pairs = list(zip(residuals, self._is_dropped, strict=True))
         self._dropped = [variable for variable, is_dropped in pairs if is_dropped]
@@ -356,12 +356,12 @@ def _weights(jaxpr: Jaxpr, is_repeated: _IsRepeated) -> tuple[set[Var], set[Var]
     """Finds the variables that are weights, and small arrays that are spread over many elements.
 
     A spread array is dropped only if an operation combines it with a weight; then it is in the
-    first set too. Also returns each `cond` with weights among its results, reduced to them, by the
-    identity of the equation.
+    first set too. Also returns each `cond` and each barrier with weights among its results, reduced
+    to them, by the identity of the equation.
     """
     weights: set[Var] = set()
     spread: set[Var] = set()
-    conds: dict[int, Any] = {}
+    parts: dict[int, Any] = {}
     for eqn in jaxpr.eqns:
         if is_repeated(eqn):
             weights.update(eqn.outvars)
@@ -372,10 +372,10 @@ def _weights(jaxpr: Jaxpr, is_repeated: _IsRepeated) -> tuple[set[Var], set[Var]
             if all(_size(v) * SMALL <= largest for v in operands - weights - spread):
                 (weights if found else spread).update(eqn.outvars)
                 weights.update(operands & spread if found else ())
-        elif (cond := _weights_of_cond(eqn, weights)) is not None:
-            weights.update(cond.outvars)
-            conds[id(eqn)] = cond
-    return weights, spread, conds
+        elif (part := _weights_of(eqn, weights)) is not None:
+            weights.update(part.outvars)
+            parts[id(eqn)] = part
+    return weights, spread, parts
 
 
 def _size(variable: Any) -> int:
@@ -387,6 +387,24 @@ def _is_in(names: frozenset[str], eqn: Any) -> bool:
     if eqn.primitive.name in CALLS:
         return all(_is_in(names, x) for _, inner in inner_jaxprs(eqn) for x in inner.eqns)
     return eqn.primitive.name in names
+
+
+def _weights_of(eqn: Any, weights: set[Var]) -> Any:
+    """Reduces a `cond` or a barrier to its results that are weights; `None` if there are none.
+
+    Each result of a barrier is one of its operands.
+    """
+    if eqn.primitive.name != "optimization_barrier":
+        return _weights_of_cond(eqn, weights)
+    pairs = [
+        (v, out)
+        for v, out in zip(eqn.invars, eqn.outvars, strict=True)
+        if isinstance(v, Var) and v in weights
+    ]
+    if not pairs:
+        return None
+    operands, results = map(list, zip(*pairs, strict=True))
+    return eqn.replace(invars=operands, outvars=results)
 
 
 def _weights_of_cond(eqn: Any, weights: set[Var]) -> Any:

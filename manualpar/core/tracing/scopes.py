@@ -20,6 +20,7 @@ __all__ = [
     "EXAMPLES_SCOPE",
     "EXPERT_SCOPE",
     "GATHER_SCOPE",
+    "HALVES",
     "METRICS_SCOPE",
     "NEW_PARAMS_SCOPE",
     "NONFINITE_SCOPE",
@@ -75,6 +76,7 @@ SCOPES = (
     OUTER_SCOPE,
     OPTIMIZER_SCOPE,
 )
+HALVES = ("half_0", "half_1")  # Not a collective: the halves of a batch in a layer.
 REGATHER = "regather_params"  # A purpose that has no scope, see `purpose_of`.
 # The scope of operations that the backward pass computes again. JAX uses the same name.
 RECOMPUTED_SCOPE = "rematted_computation"

@@ -52,6 +52,7 @@ from manualpar.strategies.shared_options import REPLICATED_SHARDING, ReplicaMean
 from manualpar.training.experiment import DATA_AXES
 from manualpar.training.task import CONTEXT_AXIS, EXPERT_AXIS, SPLIT_AXIS, STAGE_AXIS
 
+HalvesOrNone = Literal["none", "dual_batch"]
 Communicate = Literal["minibatch", "gather-step", "step"]
 PipelineSaves = Literal["residuals", "inputs"]
 AnyCode = ReduceCode | Literal[""]  # "" for no quantization.
@@ -74,6 +75,7 @@ class Layout:
       keep: The values of a chunk that a stage keeps for the backward pass: the values that remat
         keeps of the layers (`"residuals"`), or the chunk's input, from which the chunk is computed
         again (`"inputs"`).
+      layer_overlap: Whether layers run two halves of a device's batch, see `Split`.
       replica_mean: When gradients are averaged over replicas, see `hsdp`. `"backward"` needs
         several replicas, `communicate="minibatch"` and no stages.
       gather_code: Quantization of gathered parameters; `""` for bfloat16.
@@ -92,6 +94,7 @@ class Layout:
     remat: str = "full"
     communicate: Communicate = "minibatch"
     keep: PipelineSaves = "residuals"
+    layer_overlap: HalvesOrNone = "none"
     replica_mean: ReplicaMean = "step"
     gather_code: AnyCode = ""
     reduce_code: AnyCode = ""
@@ -136,6 +139,7 @@ class Layout:
         parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         parts += ["keep inputs"] if self.runs_chunks_again else []
         parts += [f"remat {self.remat}"]
+        parts += ["dual batch"] if self.layer_overlap == "dual_batch" else []
         parts += [f"by {self.communicate}"] if self.communicate != "minibatch" else []
         parts += ["mean in the backward pass"] if self.replica_mean == "backward" else []
         return ", ".join(parts)
@@ -275,6 +279,8 @@ def find_obstacle(
             return f"{size:,} {units} do not divide by {by} = {divisor:,}"
     if layout.chunks > 1 and layout.stage == 1:
         return "chunks without stages"
+    if layout.layer_overlap == "dual_batch" and (layout.model == 1 or examples // rows % 2):
+        return f"{examples // rows:,} examples of a minibatch do not divide into two halves"
     return ""
 
 
@@ -352,8 +358,9 @@ def model_on(model: Transformer, layout: Layout, device: AbstractDevice | None) 
     """Returns a copy of the model whose split, experts and context use the layout's axes."""
     axes = layout.mesh
     expert, context = (axis if axis in axes else None for axis in (EXPERT_AXIS, CONTEXT_AXIS))
+    split = Split(SPLIT_AXIS, sequence_parallel=True, overlap=layout.layer_overlap)
     model = model.clone(
-        split=Split(SPLIT_AXIS, sequence_parallel=True) if SPLIT_AXIS in axes else Split(),
+        split=split if SPLIT_AXIS in axes else Split(),
         experts=dataclasses.replace(model.experts, axis=expert),
         context=dataclasses.replace(model.context, axis=context),
         scan_layers=True,

@@ -24,6 +24,7 @@ from manualpar.core.tracing.scopes import (
     CONTEXT_SCOPE,
     COUNT_SCOPE,
     GATHER_SCOPE,
+    HALVES,
     METRICS_SCOPE,
     NONFINITE_SCOPE,
     PIPELINE_SCOPE,
@@ -255,13 +256,13 @@ class LayoutCollectives:
         return {
             "forward": [
                 *self._gathers(inside, runs, FORWARD, at["forward"]),
-                *_times(layers, first.layer, at["forward"], LAYERS, passes=("forward",)),
+                *_times(layers, first.layer, at["forward"], self._module, passes=("forward",)),
                 *_times(runs, first.documents, at["forward"]),
             ],
             "backward": [
                 *self._gathers(inside, gathers_again * runs, RECOMPUTED, at["backward"]),
                 *self._scatters(inside, runs, at["backward"]),
-                *_times(layers, again.layer, at["backward"], LAYERS, again=True),
+                *_times(layers, again.layer, at["backward"], self._module, again=True),
                 *_times(runs, again.documents, at["backward"], again=True),
             ],
             "before": [
@@ -297,6 +298,11 @@ class LayoutCollectives:
         assert self.ticks is not None
         is_run = self.ticks.table.is_run("forward_microbatch", together=self._together)
         return int(is_run[:, 0].sum())
+
+    @property
+    def _module(self) -> str:
+        """The scope of the layers' collectives of activations."""
+        return f"{LAYERS}/{HALVES[0]}" if self.layout.layer_overlap == "dual_batch" else LAYERS
 
     @functools.cached_property
     def _inside(self) -> tuple[ParameterForm, ...]:
@@ -342,7 +348,7 @@ class LayoutCollectives:
         yield from self._gathers(needed, m, RECOMPUTED)
         yield from self._scatters(self.forms, m)
         yield from _times(m, [*sends.before, *sends.documents])
-        yield from _times(m * self.x.L, sends.layer, module=LAYERS)
+        yield from _times(m * self.x.L, sends.layer, module=self._module)
         yield from _times(m, sends.after)
 
     def _gathers(

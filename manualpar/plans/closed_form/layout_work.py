@@ -10,6 +10,7 @@ backward pass, and the arrays that the loss or one layer makes in its backward p
 the inputs of these chunks and the activations of the chunk that is run again.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -112,7 +113,10 @@ def step_products(
             of_all = times * product.flops, times * product.traffic
             found.append(Product(scope, *of_all, "bfloat16", product.is_fused))
 
-    for product in layer_products(x, layout):
+    halves = 2 if layout.layer_overlap == "dual_batch" else 1
+    of_half = dataclasses.replace(x, B=x.B // halves, R=x.R // halves)
+    layers *= halves
+    for product in layer_products(of_half, layout):
         again = layout.recomputed.get(product.scope, 0.0) + layout.runs_chunks_again
         add(FORWARD, product, layers, "forward")
         add(RECOMPUTED, product, layers * again, "backward")

@@ -123,6 +123,23 @@ def test_gpus_get_the_scheduler_and_over_one_axis_also_pipelined_gathers(
     assert none == ChosenOptions(why="overlap is 'none'")
 
 
+def test_the_collectives_of_two_halves_stay_apart():
+    def thresholds(others, half_bytes):
+        options = choose_options(H100, [2], others, half_bytes=half_bytes).options
+        assert options[SCHEDULER] is True
+        assert PIPELINED in options
+        return {name: int(value) for name, value in options.items() if name.endswith(COMBINED)}
+
+    # XLA joins all-reduces up to 30 MiB by itself.
+    assert thresholds(["model"], 2**24) == {}
+    assert thresholds(["model"], 2**23) == {f"xla_gpu_all_reduce{COMBINED}": 2**23}
+    scattered = {f"xla_gpu_reduce_scatter{COMBINED}": 2**24}
+    assert thresholds(["model", "sequence"], 2**24) == scattered
+    for kind in (V5P, V6E, V5E):
+        halves = choose_options(kind, [4], ["model"], half_bytes=2**24)
+        assert halves == choose_options(kind, [4], ["model"])
+
+
 def test_means_over_several_hosts_are_not_delayed(devices8):
     several = choose_options(H100, [32], averages=True)
     assert several.options == {SCHEDULER: True}

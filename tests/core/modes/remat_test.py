@@ -134,8 +134,8 @@ def residual_shapes(function, params, x):
     return collections.Counter(f"{v.dtype}{list(v.shape)}" for v in jax.tree.leaves(vjp))
 
 
-@pytest.mark.parametrize("in_branch", [False, True])
-def test_residuals_are_those_of_autodiff_without_the_gathered_weights(devices8, in_branch):
+@pytest.mark.parametrize("where", ["outside", "in a branch", "behind a barrier"])
+def test_residuals_are_those_of_autodiff_without_the_gathered_weights(devices8, where):
     mesh = make_mesh({"data": -1}, devices8)
     found = {}
 
@@ -147,7 +147,10 @@ def test_residuals_are_those_of_autodiff_without_the_gathered_weights(devices8, 
                 weight = weight.astype(jnp.bfloat16).astype(jnp.float32)
                 return jnp.sin(jnp.sin(x) @ weight.T.T).sum()
 
-            if not in_branch:
+            if where == "behind a barrier":
+                copy, more = jax.lax.optimization_barrier((weight, jnp.sin(jnp.cos(x))))
+                return product(weight) + product(copy) + more.sum()
+            if where == "outside":
                 return product(weight)
             return jax.lax.cond(x[0, 0] > 0, product, lambda _: jnp.cos(x).sum(), weight)
 
@@ -160,8 +163,10 @@ def test_residuals_are_those_of_autodiff_without_the_gathered_weights(devices8, 
     )
     jax.eval_shape(run, jnp.ones((16, 64)), jnp.ones((32, 16)))
     dropped = found["plain"] - found["again"]
-    assert set(dropped) <= {"float32[16, 64]", "bfloat16[16, 64]", "float32[64, 16]"}
+    weights = {"float32[16, 64]", "bfloat16[16, 64]", "float32[64, 16]"}
     assert dropped
+    assert set(dropped) <= weights
+    assert weights.isdisjoint(found["again"])
     assert set(found["again"] - found["plain"]) == {"float32[16, 8]"}  # The shard, to gather.
 
 

@@ -243,6 +243,22 @@ def test_every_layout_that_is_tried_has_all_devices_and_divides():
     assert not any(find_obstacle(model, layout, **sizes) for layout in layouts)
 
 
+def test_split_layers_run_two_halves_on_gpus_alone():
+    model, sizes = _model("llama3_8b").clone(num_layers=8), {"examples": 64, "positions": 4096}
+
+    def fastest(name, **changes):
+        estimator = LayoutEstimator(model, parse_topology(name), **sizes | changes)
+        outcomes = rank_layouts(estimator, axes=("context", "model"))
+        found = [outcome.candidate for outcome in fastest_of_each_mesh(outcomes)]
+        return {(x.model, x.context): x.layer_overlap for x in found}
+
+    on_gpus = fastest("h100:8")
+    assert {on_gpus[n, 1] for n in (2, 4)} == {"dual_batch"}
+    assert {how for (n, context), how in on_gpus.items() if n == 1 or context > 1} == {"none"}
+    small = fastest("h100:8", examples=8, positions=512)  # A half fills no GPU.
+    assert {*small.values(), *fastest("v5e:2x4").values()} == {"none"}
+
+
 def test_the_fastest_layout_comes_first_and_all_fit():
     model, topology = _model("llama3_70b").clone(num_layers=10), parse_topology("h100:16")
     estimator = LayoutEstimator(model, topology, examples=16, positions=2048)

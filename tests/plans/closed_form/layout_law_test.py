@@ -89,6 +89,11 @@ CASES: list[tuple[Layout, dict[str, Any]]] = [
 SLOW: list[tuple[Layout, dict[str, Any]]] = [
     (P(data=4, model=2), {"post_norms": True}),
     *(
+        (P(data=2, model=2, layer_overlap="dual_batch", remat=remat, num_minibatches=2), fields)
+        for remat, fields in (("full", QWEN), ("none", GEMMA))
+    ),
+    (P(data=2, expert=2, model=2, layer_overlap="dual_batch"), EXPERTS),
+    *(
         (P(data=4, model=2, remat=remat), fields)
         for remat in Layout.remats
         for fields in (GEMMA | QWEN, QWEN, {"post_norms": True, "tied_head": True})
