@@ -33,9 +33,10 @@ from manualpar.layers.attention.blockwise_attention import ATTENDED, MASKED
 from manualpar.layers.attention.splash_attention import run_on_each_device
 
 LOG2E = math.log2(math.e)
-# The GPUs whose cores have the shared memory that the tiles need: A100, H100 and H200, B200, B300.
-CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
-MOST_FEATURES = 256
+# Compute capability -> the most features of a head. These are the GPUs whose cores have the shared
+# memory that the tiles need: A100, H100 and H200, B200, B300. The tensor memory of the last two
+# holds no gradients of keys and values with 256 features.
+MOST_FEATURES = {"8.0": 256, "9.0": 256, "10.0": 128, "10.3": 128}
 LENGTH = 128  # Lengths are padded to a multiple of this number, a multiple of all tiles.
 
 
@@ -77,18 +78,18 @@ def triton_misfit(
     compute_capability: str, query: jax.Array | jax.ShapeDtypeStruct, key: Any
 ) -> str | None:
     """Returns why the kernel cannot run on these arrays on a GPU, or `None`."""
-    if compute_capability not in CAPABILITIES:
+    if compute_capability not in MOST_FEATURES:
         return (
-            f"the compute capability of the GPU is {compute_capability!r}, not "
-            f"{', '.join(CAPABILITIES)}"
+            f"the compute capability of the GPU is {compute_capability!r}, not one of "
+            f"{', '.join(MOST_FEATURES)}"
         )
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return f"JAX {jax.__version__} has no Triton any more"
     dtypes = sorted({str(query.dtype), str(key.dtype)})
     if dtypes not in (["bfloat16"], ["float16"]):
         return f"the dtype is {' and '.join(dtypes)}, not bfloat16 or float16"
-    if query.shape[-1] > MOST_FEATURES:
-        return f"head_size is {query.shape[-1]}, more than {MOST_FEATURES}"
+    if query.shape[-1] > (most := MOST_FEATURES[compute_capability]):
+        return f"head_size is {query.shape[-1]}, more than {most}"
     return None
 
 
@@ -268,7 +269,7 @@ def pairs_of_tiles(
     document numbers of tiles decide, so documents may be in any order.
     """
     first_query = jnp.arange(0, length, tiles.queries)[:, None]
-    first_key = jnp.arange(0, length, tiles.keys)
+    first_key = jnp.arange(0, length, tiles.keys)[None]
     last_query, last_key = first_query + tiles.queries - 1, first_key + tiles.keys - 1
     some, every = first_key <= last_query, last_key <= first_query
     if window is not None:
@@ -291,7 +292,7 @@ def pairs_of_tiles(
 
 def spans_of_queries(some: jax.Array, every: jax.Array) -> Spans:
     """Returns the tiles of keys of each tile of queries; full tiles are the last ones that are."""
-    tile = jnp.arange(some.shape[-1])
+    tile = jnp.arange(some.shape[-1])[None, None]
     stop = jnp.where(some, tile + 1, 0).max(-1)
     start = jnp.minimum(jnp.where(some, tile, some.shape[-1]).min(-1), stop)
     full_stop = jnp.maximum(jnp.where(every, tile + 1, 0).max(-1), start)
@@ -397,7 +398,8 @@ def _of_queries_kernel(
 ) -> None:
     """Computes the gradient of a tile of queries."""
     *documents_ref, g_ref, log_ref, products_ref, out_ref = refs
-    at, query, g = _place(documents_ref, tiles.queries, is_last_first=True), query_ref[...], g_ref[...]
+    at = _place(documents_ref, tiles.queries, is_last_first=True)
+    query, g = query_ref[...], g_ref[...]
     log_weights, products = log_ref[...][:, None] * LOG2E, products_ref[...][:, None]
 
     def add(tile: Any, total: jax.Array, *, is_masked: bool) -> jax.Array:
