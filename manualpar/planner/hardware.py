@@ -299,7 +299,7 @@ def chip_named(name: str) -> Chip:
 # and writing its bytes takes longer.
 
 
-TARGET = "tpu_custom_call"
+TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
 
 
 class Kernel(NamedTuple):
@@ -356,7 +356,7 @@ def kernel_clock(
     kernels_by_key = {kernel.key: kernel for kernel in kernels}
 
     def seconds(instruction: Instruction, computation: Instructions) -> float | None:
-        if instruction.target != TARGET:
+        if instruction.target not in TARGETS:
             return None
         shapes_of_operands = (computation[name].shape for name in instruction.operands)
         operands = [array for shape in shapes_of_operands for array in arrays(shape)]

@@ -511,9 +511,7 @@ def _best(
     # kernel.
     has_pallas = not (mesh.empty and jax.device_count() > 1)
     has_documents = documents is not None
-    return best_kind(
-        device, own, key, scoring, has_documents=has_documents, has_pallas=has_pallas
-    )
+    return best_kind(device, own, key, scoring, has_documents=has_documents, has_pallas=has_pallas)
 
 
 def _misfit(

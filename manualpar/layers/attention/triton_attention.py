@@ -316,9 +316,7 @@ def _run_spans(spans_ref: Any, add: Callable[..., Any], carry: Any) -> Any:
         (full_start, full_stop, False),
         (full_stop, stop, True),
     ):
-        carry = jax.lax.fori_loop(
-            first, last, functools.partial(add, is_masked=is_masked), carry
-        )
+        carry = jax.lax.fori_loop(first, last, functools.partial(add, is_masked=is_masked), carry)
     return carry
 
 
@@ -483,7 +481,8 @@ def _mask(
     """Returns which keys are seen, of the program's own tile and another one `[own, other]`."""
     own, other = at.positions[:, None], (tile * size + jnp.arange(size))[None]
     documents = [
-        x for own, ref in zip(at.documents, at.documents_ref, strict=True)
+        x
+        for own, ref in zip(at.documents, at.documents_ref, strict=True)
         for x in (own[:, None], ref[_slice(tile, size)][None])
     ]
     queries, keys = (other, own) if are_keys_first else (own, other)

@@ -101,7 +101,9 @@ def assert_sinks_are_those_of_blocks(attend, given, sinks):
     def in_blocks(query, key, value, sinks):
         return attend_in_blocks(query, key, value, None, Scoring(), sinks)
 
-    for got, wanted in zip(jax.jit(pulled, static_argnums=0)(attend), pulled(in_blocks), strict=True):
+    for got, wanted in zip(
+        jax.jit(pulled, static_argnums=0)(attend), pulled(in_blocks), strict=True
+    ):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
@@ -182,7 +184,10 @@ def test_spans_have_all_tiles_in_which_a_key_is_seen(documents_of, window):
     pairs = triton.pairs_of_tiles(S, tiles, window, documents)
     for spans, some, every in (
         (triton.spans_of_queries(*pairs), seen.any((2, 4)), seen.all((2, 4))),
-        (triton.spans_of_keys(*pairs), *(x.swapaxes(1, 2) for x in (seen.any((2, 4)), seen.all((2, 4))))),
+        (
+            triton.spans_of_keys(*pairs),
+            *(x.swapaxes(1, 2) for x in (seen.any((2, 4)), seen.all((2, 4)))),
+        ),
     ):
         start, full_start, full_stop, stop = (np.asarray(x)[..., None] for x in spans)
         tile = np.arange(some.shape[-1])
@@ -201,13 +206,20 @@ def test_documents_that_follow_each_other_compute_few_tiles():
 
 
 def test_operations_count_as_those_of_nvidias_kernel():
-    """Seven products of half of all scores, and a policy that keeps the result runs none twice."""
-    given = arrays(S=64, N=4, K=2, H=16, B=1)
+    """Seven products of half of all scores in a layer, and no kernel runs again if it is named."""
+    query, key, value, _ = arrays(S=64, N=4, K=2, H=16, B=1)
 
-    def total(*arrays):
+    def total(query):
         policy = jax.checkpoint_policies.save_only_these_names(ATTENDED)
-        return jax.checkpoint(attend, policy=policy)(*arrays).sum()
 
-    traced = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*given[:3])
-    found = [flops_of(eqn) for eqn in all_equations(traced.jaxpr) if eqn.primitive.name == "pallas_call"]
-    assert sum(found) == 7 * 2 * 4 * 64 * 64 // 2 * 16
+        def layer(x, _):
+            return jax.checkpoint(lambda x: attend(jnp.sin(x), key, value), policy=policy)(x), None
+
+        return jax.lax.scan(layer, query, None, length=2)[0].sum()
+
+    equations = list(all_equations(jax.make_jaxpr(jax.grad(total))(query).jaxpr))
+    kernels = [x for x in equations if x.primitive.name == "pallas_call"]
+    # JAX 0.10 leaves it to XLA to drop a kernel whose results nothing reads.
+    read = {id(x) for eqn in equations for x in eqn.invars}
+    runs = [x for x in kernels if "forward" not in x.params["name"] or id(x.outvars[0]) in read]
+    assert sum(map(flops_of, runs)) == 7 * 2 * 4 * 64 * 64 // 2 * 16
