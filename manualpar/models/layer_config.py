@@ -82,7 +82,8 @@ class Attention(FieldGroup):
 
     Attributes:
       kind: The implementation of attention, see `manualpar.layers.attention.attention`: `"splash"`,
-        `"cudnn"`, `"triton"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the mesh.
+        `"cudnn"`, `"triton"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the
+        mesh.
       window: How many positions a query sees, up to and including its own; 0 for all.
       global_every: The length of a group of layers, of which the last layer sees all positions and
         the others see the window or the chunk; 0 if all layers are alike.
