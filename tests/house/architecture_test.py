@@ -258,6 +258,12 @@ BROKEN = [
     ),
     (find_misshapen_files, "manualpar.core.mesh.mesh", "\n" * 1201, "1201 lines"),
     (find_misshapen_files, "manualpar.training.utils", "", "says nothing"),
+    (
+        find_misshapen_files,
+        "manualpar.launch",
+        "if __name__ == '__main__':\n    main()\n\n\ndef late():\n    pass",
+        "launch:1: definitions follow the call of main",
+    ),
     (find_misshapen_files, "manualpar.mesh_helpers", "", "says nothing"),
 ]
 

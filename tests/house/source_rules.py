@@ -466,8 +466,14 @@ def find_lone_readers(sources: dict[str, str]) -> list[str]:
 
 
 def find_misshapen_files(module: str, source: str) -> list[str]:
-    """Finds files with more than `MAX_LINES` lines, or with a name that says nothing."""
+    """Finds files of more than `MAX_LINES` lines, with a name that says nothing, or run too early.
+
+    `python -m` runs a file from its top. What stands below the call of `main` does not exist yet.
+    """
     findings = []
+    for statement in _tree(source).body[:-1]:
+        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+            findings.append(f"{module}:{statement.lineno}: definitions follow the call of main")
     if (lines := len(source.splitlines())) > MAX_LINES:
         findings.append(f"{module}: {lines} lines; past {MAX_LINES} a file holds two ideas")
     if EMPTY_NAMES & set(module.split(".")[-1].split("_")):
