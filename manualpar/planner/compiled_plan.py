@@ -438,7 +438,8 @@ def _traffic(module: HloModule, computation: Instructions, instruction: Instruct
         return 2 * _hlo_bytes(instruction.shape)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _hlo_bytes(computation[instruction.operands[1]].shape)
-    if instruction.opcode != "fusion":
+    # Since JAX 0.12 XLA copies the slices of a loop's stacks asynchronously, in a `fusion-start`.
+    if instruction.opcode not in ("fusion", "fusion-start"):
         return _whole_traffic(computation, instruction)
     inside = module.computations[instruction.called[0]]
     written = sum(_written(inside, x) for x in inside.values() if x.is_root)
