@@ -265,8 +265,8 @@ def _attend_forward(
         kept = [x for x in jax.tree.leaves(pullback) if x is out or x.ndim == 3]
         if sorted(x.ndim for x in kept) != [3, out.ndim]:
             raise ValueError(  # Otherwise the gradient would use the softmax without sinks.
-                f"attention: JAX's gradient of cuDNN's attention keeps {len(kept)} arrays that may be "
-                "the result and the logarithms of its sums, expected these two, because sinks "
+                f"attention: JAX's gradient of cuDNN's attention keeps {len(kept)} arrays that may "
+                "be the result and the logarithms of its sums, expected these two, because sinks "
                 "replace them. Take attention='blockwise', or another version of JAX."
             )
         (log_weights,) = (x for x in kept if x.ndim == 3)
