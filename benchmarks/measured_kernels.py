@@ -8,8 +8,8 @@ the errors of both halves. It also prints the errors of the planner as it was be
 of the peak for products and one for attention. `manualpar/planner/hardware.py` has the numbers.
 
 Every second product is fitted. Of attention the fitted rows are those without which a number could
-not be found: short and long, with and without documents. Attention in blocks is fitted to its longer
-causal rows; what it takes to start is left out, so short rows take longer than estimated.
+not be found: short and long, with and without documents. Attention in blocks is fitted to its
+longer causal rows; what it takes to start is left out, so short rows take longer than estimated.
 """
 
 import functools

@@ -246,9 +246,10 @@ def _measured_on_gpus(work: StepWork, chip: Chip) -> StepWork:
             products.append(product._replace(flops=took * rate, traffic=0.0))
     else:
         products += fused
-    moved = STACK_PASSES * work.stacked
-    stacks = [Product(scope, 0.0, moved / 2) for scope in ("jvp", "transpose")]
-    return dataclasses.replace(work, products=(*products, *stacks))
+    if work.stacked:
+        moved = STACK_PASSES * work.stacked / 2
+        products += [Product(pass_, 0.0, moved, work.dtype) for pass_ in ("jvp", "transpose")]
+    return dataclasses.replace(work, products=tuple(products))
 
 
 def _flops_rate(chip: Chip, product: Product[float]) -> float:
