@@ -12,6 +12,7 @@ not be found: short and long, with and without documents. Attention in blocks is
 longer causal rows; what it takes to start is left out, so short rows take longer than estimated.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -23,12 +24,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.compiled_for_chips import LAYOUTS, SHAPES, Variant, make_config
 from manualpar.core.mesh.mesh import abstract_mesh
+from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.inspect.communication import Around
 from manualpar.inspect.flops import TrafficReader
 from manualpar.layers.attention import attention
 from manualpar.planner import hardware, roofline
 from manualpar.planner.hardware import CUDNN, chip_named, cudnn_kernel_seconds
+from manualpar.planner.planned_experiment import prepare_planned
+from manualpar.planner.step_work import has_kernel, read_work
+from manualpar.planner.sweep import throughput_of
+from manualpar.planner.topology import parse_topology
 
 MEASURED = Path(__file__).parents[1] / "docs" / "measured" / "h200_kernels.json"
 CHIP = chip_named("h200")
@@ -151,6 +158,28 @@ def _blocks_seconds(row: Row, passes: float) -> float:
     return with_passes(("forward", "backward"))
 
 
+def step_seconds(row: Row) -> float:
+    """Returns the roofline's time of a training step of 24 layers on one device."""
+    shape = dataclasses.replace(SHAPES["8x2048"], layers=24, mlp_size=5504)
+    layout = dataclasses.replace(LAYOUTS["fsdp"], sequences=8)
+    config = make_config(shape, f"{CHIP.name}:1", layout, Variant("manual", "none")).unlock()
+    config.optimizer.num_minibatches = 1
+    config.model.scan_layers, config.model.remat = row["scan_layers"], row["remat"]
+    config.model.attention = row["attention"]
+    topology = parse_topology(f"{CHIP.name}:1")
+    with planned_memory(CHIP.hbm_bytes):
+        devices: Any = topology.abstract_devices
+        experiment = prepare_planned(config.lock(), devices=devices, vocab_size=32_768)
+    model, program = experiment.task.model, experiment.program
+    work = read_work(
+        program,
+        throughput_of(config, experiment.task),
+        fused_attention=has_kernel(model, program, CHIP),
+        overlap="none",
+    )
+    return float(roofline.estimate(work, topology).step_seconds or 0.0)
+
+
 def groups() -> list[Group]:
     """Fits all kinds of kernels."""
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
@@ -169,6 +198,8 @@ def main() -> None:
         )
         shown = ", ".join(f"{name} {number:.4g}" for name, number in group.numbers.items())
         print(f"{group.name:12}{errors[0]:14.1%}{errors[1]:14.1%}{errors[2]:17.1%}   {shown}")
+    for row in json.loads(MEASURED.read_text(encoding="utf-8"))["steps"]["rows"]:
+        print(f"{1e3 * step_seconds(row):.1f} ms by the roofline: {row}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.measured_kernels import MEASURED, of_blocks, of_cudnn, of_products
+from benchmarks.measured_kernels import MEASURED, of_blocks, of_cudnn, of_products, step_seconds
 from manualpar.planner.hardware import BLOCK_PASSES, CUDNN, FLOAT8_GAIN, MEASURED_PRODUCTS
 
 ROWS = json.loads(MEASURED.read_text(encoding="utf-8"))
@@ -32,3 +32,12 @@ def test_attention_in_blocks_takes_the_time_that_the_other_half_took():
     long = [i for i, row in enumerate(ROWS["attention"]) if row["positions"] > 1024]
     assert max(abs(found.errors[i]) for i in long) < 0.05
     assert found.largest(tested=True) < 0.25 < 0.4 < found.largest(tested=True, before=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS["steps"]["rows"], ids=str)
+def test_a_step_takes_what_the_compiled_plan_says_and_what_was_measured(row):
+    """In loops and unrolled, with each policy of remat, and with attention in blocks."""
+    estimated = 1e3 * step_seconds(row)
+    for known in ("compiled ms", "measured ms"):
+        assert estimated == pytest.approx(row.get(known, estimated), rel=0.1)
