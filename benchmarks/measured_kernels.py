@@ -118,7 +118,7 @@ def of_cudnn(rows: Sequence[Row]) -> Group:
     estimated = []
     for row in rows:
         B, S, N, _, H = _shape(row)
-        masked = B * N * S * S / 2 if row["documents"] else 0
+        masked = B * N * S * S // 2 if row["documents"] else 0
         run = functools.partial(cudnn_kernel_seconds, CHIP, "bfloat16", masked=masked)
         estimated.append(run(products=7, numbers=B * S * N * H, pairs=_pairs(row) / S))
     errors = np.array(estimated) / times - 1
@@ -144,8 +144,8 @@ def _blocks_seconds(row: Row, passes: float) -> float:
     heads = [jax.ShapeDtypeStruct((B, S, n, H), jnp.bfloat16) for n in (N, K, K)]
     documents = jnp.zeros((B, S), jnp.int32) if row["documents"] else None
 
-    def total(*heads: jax.Array) -> jax.Array:
-        out = attention(*heads, documents, kind="blockwise", window=row["window"])
+    def total(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        out = attention(query, key, value, documents, kind="blockwise", window=row["window"])
         return out.astype(jnp.float32).sum()
 
     # The device decides how large blocks are.

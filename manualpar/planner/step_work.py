@@ -231,10 +231,11 @@ def _kept_for_backward(jaxpr: Jaxpr, times: int = 1, scope: str = "") -> Iterato
             yield from _kept_for_backward(inner, runs, inside)
         if phase_of(inside) != "forward":
             continue
-        if name == "name" and eqn.params["name"] == ATTENDED and eqn.outvars[0].aval.ndim == 4:
-            yield _Kept(times, eqn.outvars[0].aval.size, True)
+        results: list[Any] = [x.aval for x in eqn.outvars]
+        if name == "name" and eqn.params["name"] == ATTENDED and results[0].ndim == 4:
+            yield _Kept(times, results[0].size, True)
         elif name == "scan":
-            stacks = [x.aval for x in eqn.outvars[scan_sizes(eqn.params)[1] :]]
+            stacks = results[scan_sizes(eqn.params)[1] :]
             yield _Kept(times, sum(x.size * x.dtype.itemsize for x in stacks), False)
 
 
@@ -341,7 +342,7 @@ def with_repeats(work: StepWork, times: int) -> StepWork:
             for x in work.collectives
         ),
         products=tuple(x if x.phase == "update" else repeated(x, times) for x in work.products),
-        attention=work.attention and tuple(times * x for x in work.attention),
+        attention=work.attention and (times * work.attention[0], times * work.attention[1]),
         stacked=times * work.stacked,
     )
 

@@ -34,8 +34,14 @@ def test_attention_in_blocks_takes_the_time_that_the_other_half_took():
     assert found.largest(tested=True) < 0.25 < 0.4 < found.largest(tested=True, before=True)
 
 
+def named(row):
+    """A row of a step; tracing 24 layers that are written out takes more than a minute."""
+    name = f"{row['attention']} {'loop' if row['scan_layers'] else 'unrolled'} {row['remat']}"
+    return pytest.param(row, id=name, marks=[] if row["scan_layers"] else pytest.mark.long)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS["steps"]["rows"], ids=str)
+@pytest.mark.parametrize("row", map(named, ROWS["steps"]["rows"]))
 def test_a_step_takes_what_the_compiled_plan_says_and_what_was_measured(row):
     """In loops and unrolled, with each policy of remat, and with attention in blocks."""
     estimated = 1e3 * step_seconds(row)

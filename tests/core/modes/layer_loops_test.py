@@ -179,7 +179,7 @@ def test_a_loop_keeps_what_products_make(devices8, monkeypatch):
 
 @pytest.mark.parametrize(("memory", "unrolled", "remat"), [(60, True, "none"), (50, False, "full")])
 def test_unrolled_layers_do_not_hold_all_gradients_with_all_they_keep(memory, unrolled, remat):
-    """They need 10 + max(40, 30); the loop with `dots` 10 + 20 + 30, and with `full` 10 + 5 + 30."""
+    """They need 10 + max(40, 30); a loop with `dots` 10 + 20 + 30, with `full` 10 + 5 + 30."""
     loops = LayerLoops("auto", "gpu", memory_bytes=memory, held_bytes=10, gradient_bytes=30)
     layers = layer_loops._Layers({"none": 40, "dots": 20, "full": 5}, 0, 1)
     choice = loops._first_that_fits([layers], 0)
