@@ -41,7 +41,7 @@ def named(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", map(named, ROWS["steps"]["rows"]))
+@pytest.mark.parametrize("row", [named(row) for row in ROWS["steps"]["rows"]])
 def test_a_step_takes_what_the_compiled_plan_says_and_what_was_measured(row):
     """In loops and unrolled, with each policy of remat, and with attention in blocks."""
     estimated = 1e3 * step_seconds(row)
