@@ -387,18 +387,18 @@ def kernels_in(jaxpr: Jaxpr, scope: str = "") -> Iterator[Kernel]:
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """Returns the name of the kernel that an instruction runs."""
-    return instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
+    """Returns the name of the kernel that an instruction runs, as in `jvp(NAME)/pallas_call`."""
+    scope = instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
+    return scope.rpartition("(")[2].rstrip(")")
 
 
 def cudnn_kernel_seconds(
     chip: Chip, dtype: str, *, products: int, numbers: int, pairs: float, masked: float
 ) -> float:
-    """Returns the time of a run of cuDNN's attention.
+    """Returns the time of a run of cuDNN's attention, with `numbers` numbers in its queries.
 
     Args:
       products: The products of the run: 2 forward, 5 backward.
-      numbers: The numbers in the queries.
       pairs: How many keys a query sees, on average.
       masked: How many scores the kernel reads a mask for; 0 without a mask in memory.
     """

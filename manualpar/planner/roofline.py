@@ -222,7 +222,7 @@ def compute_seconds(
 
 
 def _is_in_blocks(product: Product[float]) -> bool:
-    """Whether a product belongs to attention in blocks of plain JAX."""
+    """Returns whether a product belongs to attention in blocks of plain JAX."""
     return not product.is_fused and blocks_computed(product.scope) is not None
 
 

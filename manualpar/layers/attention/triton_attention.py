@@ -551,7 +551,6 @@ def _run(
     Args:
       arrays: Query, key, value; the backward kernels also have the gradient of the result, the
         logarithms of the sums of weights, and the products of the result and its gradient.
-      outputs: Arrays with the shapes and dtypes of the results.
       products: How many products of the size of scores count. The scores and the gradients of
         weights that both backward kernels compute count once, as in kernels that compute both
         gradients.
