@@ -242,7 +242,7 @@ def _measured_on_gpus(work: StepWork, chip: Chip) -> StepWork:
             rate = _flops_rate(chip, product)
             share = product.flops / flops
             computing = product.flops * PRODUCTS_COMPUTED / PRODUCTS_COUNTED
-            took = computing / (chip.peak(product.dtype) * CUDNN.share) + share * seconds
+            took = computing / (rate / chip.attention_efficiency * CUDNN.share) + share * seconds
             products.append(product._replace(flops=took * rate, traffic=0.0))
     else:
         products += fused
