@@ -32,10 +32,10 @@ from manualpar.inspect.flops import TrafficReader
 from manualpar.layers.attention import attention
 from manualpar.planner import hardware, roofline
 from manualpar.planner.hardware import CUDNN, chip_named, cudnn_kernel_seconds
-from manualpar.planner.planned_experiment import prepare_planned
-from manualpar.planner.step_work import has_kernel, read_work
-from manualpar.planner.sweep import throughput_of
+from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import parse_topology
+from manualpar.plans.planned_experiment import prepare_planned
+from manualpar.plans.sweep import has_kernel, throughput_of
 
 MEASURED = Path(__file__).parents[1] / "docs" / "measured" / "h200_kernels.json"
 CHIP = chip_named("h200")

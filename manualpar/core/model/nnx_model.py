@@ -32,16 +32,17 @@ from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
 from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.model.evaluation import required
+from manualpar.core.model.apply_fn import required
 from manualpar.core.model.interface import (
     AxisAliases,
     ModelInterface,
     RunPhase,
+    SplitAttention,
     interface_of,
+    key_like,
     register_interface,
 )
 from manualpar.core.model.loss_function import for_nnx
-from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.parameters.annotations import AxesOrLogicalNames, SplitParameter
 from manualpar.core.parameters.sharded_parameter import OF_SHAPE, ArrayBox, LastRead
 from manualpar.core.tracing.thread_patches import replaced_in_thread
@@ -333,7 +334,7 @@ def _gathering_type(base: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
 # its initial carry, but a carry of zeros does not use the key.)
 #
 # The key that a dropout layer draws differs along a model axis if the layer's input is split over
-# this axis, see `manualpar.core.model.split_dropout`.
+# this axis, see `manualpar.core.model.interface`.
 #
 # A stream counts by `count[...] += 1`. For such an assignment flax reads `sharding` of both
 # values. Tracers lack this attribute, and to write the error message JAX 0.10 searches all

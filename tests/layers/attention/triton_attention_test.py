@@ -17,8 +17,8 @@ from manualpar.layers.attention import triton_attention as triton
 from manualpar.layers.attention.blockwise_attention import ATTENDED, Scoring
 from manualpar.layers.attention.chunked_attention import attend_in_blocks
 from manualpar.layers.attention.triton_attention import Kernels, Tiles
-from manualpar.planner.compiler_worker import tracing_for
 from manualpar.planner.hardware import chip_named
+from manualpar.plans.compiler_worker import tracing_for
 from tests.layers.attention.reference import arrays, numbers, reference
 from tests.one_device import slow_unless
 
