@@ -308,6 +308,8 @@ def _of_kernels(work: StepWork, chip: Chip) -> str:
     products = (*work.products, *(product for part in parts for product in part.products))
     if not any(product.is_fused for product in products):
         return ""
+    if work.attention and not chip.is_tpu:
+        return f", cuDNN's attention {CUDNN.share:.0%} and {CUDNN.number_bytes:.0f} bytes a number"
     return f", a kernel of attention {chip.attention_efficiency:.0%}"
 
 
