@@ -202,9 +202,9 @@ def _attention(options: argparse.Namespace) -> Iterator[Figures]:
     documents = jnp.sort(jax.random.randint(jax.random.key(3), (batch, length), 0, 5), axis=1)
     flops = 3.5 * 2 * batch * length**2 * heads * features  # Of causal attention.
 
-    def measure(kind: Any, documents: Any = None, soft_cap: float | None = None) -> Figures:
+    def measure(kind: Any, documents: Any = None, **scoring: Any) -> Figures:
         def total(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            found = attention(query, key, value, documents, kind=kind, soft_cap=soft_cap)
+            found = attention(query, key, value, documents, kind=kind, **scoring)
             return jnp.square(found.astype(jnp.float32)).sum()
 
         gradients = jax.grad(total, (0, 1, 2))
@@ -215,10 +215,15 @@ def _attention(options: argparse.Namespace) -> Iterator[Figures]:
     yield from each_case(
         {
             "causal, cudnn": functools.partial(measure, "cudnn"),
+            "five documents, triton": functools.partial(measure, "triton", documents),
+            "soft cap, triton": functools.partial(measure, "triton", soft_cap=30.0),
+            "sinks, cudnn": functools.partial(measure, "cudnn", sinks=jnp.zeros(heads)),
+            "causal, triton": functools.partial(measure, "triton"),
+            "window 1024, triton": functools.partial(measure, "triton", window=1024),
             "five documents, the default": functools.partial(measure, "", documents),
             "five documents, cudnn": functools.partial(measure, "cudnn", documents),
             "causal, blockwise": functools.partial(measure, "blockwise"),
-            "soft cap, the default": functools.partial(measure, "", soft_cap=30.0),
+            "soft cap, blockwise": functools.partial(measure, "blockwise", soft_cap=30.0),
         }
     )
 

@@ -6,7 +6,8 @@
     srun manualpar doctor --cluster --workdir=/shared/runs   # every host of a cluster
 
 It prints versions, settings, devices, and the links between the devices. For NVIDIA GPUs it says
-what is missing, and what does not fit the version of jaxlib or of the driver. It runs one small
+what is missing, and what does not fit the version of jaxlib or of the driver. On such a GPU it
+compares attention, as models choose it, with attention in float32 in plain JAX. It runs one small
 step of FSDP on all devices. If there is only one process, it compares the loss and the gradients
 with those of one device. With a config, it does everything that a run does before it compiles: it
 checks the fields, opens the data, traces the program and counts its memory. It shows only the
@@ -146,6 +147,8 @@ def device_facts() -> Iterator[Fact]:
     mesh = make_mesh({"data": -1})
     yield Fact("links", describe_links(mesh) or WITHIN)
     yield _try_step(mesh)
+    if jax.default_backend() == "gpu":
+        yield _try_attention()
 
 
 def config_facts(config: Any) -> Iterator[Fact]:
@@ -272,6 +275,79 @@ def _try_step(mesh: jax.sharding.Mesh) -> Fact:
         return Fact(name, f"runs, with a loss of {float(total) / float(count):.4f}")
     except (AssertionError, ValueError, RuntimeError) as error:
         return Fact(name, f"fails: {describe_mistake(error)}", is_wrong=True)
+
+
+# The cases of attention for which a model on GPUs takes a kernel, and how far 16 bits may differ.
+ATTENTION_CASES: Mapping[str, Mapping[str, Any]] = {
+    "causal": {},
+    "documents": {"documents": True},
+    "a window": {"window": 96},
+    "a soft cap": {"soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "all": {"documents": True, "window": 96, "soft_cap": 5.0, "sinks": True},
+}
+MOST_DIFFERENCE = 0.02
+
+
+def _try_attention() -> Fact:
+    """Compares values and gradients of attention in bfloat16 with those of plain JAX in float32."""
+    name = "attention in bfloat16"
+    try:
+        wrong = {
+            case: difference
+            for case, options in ATTENTION_CASES.items()
+            if not (difference := _attention_difference(**options)) <= MOST_DIFFERENCE
+        }
+    except (ValueError, RuntimeError) as error:
+        return Fact(name, f"fails: {describe_mistake(error)}", is_wrong=True)
+    if not wrong:
+        return Fact(name, "right: values and gradients equal those in float32")
+    listed = ", ".join(f"{case} ({difference:.2g})" for case, difference in wrong.items())
+    return Fact(
+        name,
+        f"wrong: values or gradients differ by more than {MOST_DIFFERENCE} of their size for "
+        f"{listed}; set config.model.attention=blockwise, and report it",
+        is_wrong=True,
+    )
+
+
+def _attention_difference(*, documents: bool = False, sinks: bool = False, **options: Any) -> float:
+    """Returns the largest difference of the result and of the gradients, relative to their norm."""
+    # Imported here, because hosts of a cluster that are only examined need no layers.
+    from manualpar.layers.attention import attention
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    query, key, value, g = (
+        jax.random.normal(keys[i], (2, 384, heads, 64), jnp.bfloat16)
+        for i, heads in enumerate((4, 2, 2, 4))
+    )
+    number = jnp.cumsum(jax.random.bernoulli(keys[4], 0.02, (2, 384)), axis=1)
+    of_heads = jnp.linspace(-1.0, 2.0, 4) if sinks else None
+
+    def pulled(kind: Any, dtype: Any) -> Any:
+        def attend(*arrays: jax.Array) -> jax.Array:
+            query, key, value, *rest = arrays
+            own = rest[0] if rest else None
+            of_documents = number if documents else None
+            out = attention(query, key, value, of_documents, kind=kind, sinks=own, **options)
+            return out.astype(jnp.float32)
+
+        arrays = [x.astype(dtype) for x in (query, key, value)] + ([of_heads] if sinks else [])
+        out, pullback = jax.vjp(attend, *arrays)
+        return out, *pullback(g.astype(jnp.float32))
+
+    # On a mesh of one device, because XLA could partition a program without a mesh over all
+    # devices, and then attention would take no kernel that XLA cannot partition.
+    with jax.set_mesh(make_mesh({"data": 1}, devices=jax.local_devices()[:1])):
+        found = jax.jit(functools.partial(pulled, "", jnp.bfloat16))()
+        with jax.default_matmul_precision("highest"):
+            wanted = jax.jit(functools.partial(pulled, "blockwise", jnp.float32))()
+
+    def difference(got: jax.Array, right: jax.Array) -> float:
+        apart = jnp.linalg.norm((got.astype(jnp.float32) - right).ravel())
+        return float(apart / jnp.linalg.norm(right.ravel()))
+
+    return max(map(difference, found, wanted))
 
 
 def _small_program(mesh: jax.sharding.Mesh) -> tuple[Program, Batch]:

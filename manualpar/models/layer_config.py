@@ -14,7 +14,11 @@ import jax.numpy as jnp
 
 from manualpar.layers import SplitDense
 from manualpar.layers.attention.blockwise_attention import Scoring
-from manualpar.layers.attention.causal_attention import ATTENTION_KINDS, AttentionKind
+from manualpar.layers.attention.causal_attention import (
+    ATTENTION_KINDS,
+    WITH_SINKS,
+    AttentionKind,
+)
 from manualpar.layers.attention.context import Context
 from manualpar.layers.model_fields import (
     MOST_WRITTEN_OUT,
@@ -78,7 +82,8 @@ class Attention(FieldGroup):
 
     Attributes:
       kind: The implementation of attention, see `manualpar.layers.attention.attention`: `"splash"`,
-        `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the mesh.
+        `"cudnn"`, `"triton"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the
+        mesh.
       window: How many positions a query sees, up to and including its own; 0 for all.
       global_every: The length of a group of layers, of which the last layer sees all positions and
         the others see the window or the chunk; 0 if all layers are alike.
@@ -103,7 +108,7 @@ class Attention(FieldGroup):
       score_growth_length: See `score_growth`.
       sinks: Whether each query head has a learned score, its *sink*, that takes a share of the
         softmax: the weights of the keys sum to less than 1 (Xiao et al.,
-        https://arxiv.org/abs/2309.17453). Only the kind `"blockwise"` has sinks.
+        https://arxiv.org/abs/2309.17453). The kinds `"splash"` and `"xla"` have no sinks.
       latent: The sizes of multi-head latent attention, see `Latent`; none by default.
     """
 
@@ -155,8 +160,8 @@ class Attention(FieldGroup):
             for field in ("query_key_norm", "qkv_bias", "out_bias", "sinks", "rotated_norm"):
                 if getattr(self, field):
                     refuse(self, field, "False with a latent, whose queries and keys have none")
-        if self.sinks and self.kind not in ("", "blockwise"):
-            refuse(self, "kind", "'blockwise', the only kind that has sinks, or ''")
+        if self.sinks and self.kind not in WITH_SINKS:
+            refuse(self, "kind", "a kind that has sinks: 'cudnn', 'triton', 'blockwise', or ''")
 
     @property
     def scoring(self) -> Scoring:

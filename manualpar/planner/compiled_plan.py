@@ -43,7 +43,16 @@ from manualpar.planner.compiled_timeline import (
     read_timeline,
 )
 from manualpar.planner.gpu_targets import GPU_TARGETS
-from manualpar.planner.hardware import Chip, Kernel, kernel_clock, kernel_efficiency
+from manualpar.planner.hardware import (
+    CUDNN,
+    TARGETS,
+    TRITON_SHARE,
+    Chip,
+    Kernel,
+    cudnn_kernel_seconds,
+    kernel_clock,
+    kernel_efficiency,
+)
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.timed_collectives import (
     TimedCollective,
@@ -155,7 +164,7 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
             facts["mesh"],
             clock=CLOCK,
             wire=on_all_links(wire_seconds),
-            kernel_seconds=cudnn_seconds(chip),
+            kernel_seconds=_kernels_of_gpus((Kernel(*x) for x in facts["kernels"]), chip),
             cycles=gpu_cycles(chip),
         )
     return read_timeline(
@@ -254,7 +263,19 @@ def _of_tpus(chip: Chip) -> Iterator[str]:
 
 
 def _of_kernels(schedule: Timeline, chip: Chip) -> Iterator[str]:
-    if schedule.kernels:
+    if schedule.kernels and not chip.is_tpu:
+        listed = ", ".join(
+            f"{kernel.times} x {kernel.name} {kernel.seconds / kernel.times * 1e3:.3g} ms"
+            for kernel in schedule.kernels
+        )
+        yield (
+            f"cuDNN's attention reaches {CUDNN.share:.0%} of the peak, and moves "
+            f"{CUDNN.number_bytes:.0f} bytes for each number of the queries, as it did on an H200 "
+            f"(benchmarks.measured_kernels). The kernel of triton is assumed to reach "
+            f"{TRITON_SHARE:.0%}, and to compute all scores that a causal mask leaves; it has not "
+            f"been timed. The kernels: {listed}."
+        )
+    elif schedule.kernels:
         listed = ", ".join(
             f"{kernel.times} x {kernel.name} {kernel.seconds / kernel.times * 1e3:.3g} ms"
             for kernel in schedule.kernels
@@ -337,7 +358,8 @@ def gpu_cycles(chip: Chip) -> Cycles:
     def cycles(
         module: HloModule, computation: Instructions, instruction: Instruction
     ) -> int | None:
-        if instruction.opcode in FREE_OPCODES or instruction.opcode.endswith("-done"):
+        is_free = instruction.opcode in FREE_OPCODES or instruction.opcode.endswith("-done")
+        if is_free or instruction.target in TARGETS:  # XLA cannot estimate a kernel of Pallas.
             return None
         products = list(_products(module, computation, instruction))
         passing = _traffic(module, computation, instruction) / _bandwidth(chip)
@@ -364,14 +386,30 @@ def cudnn_seconds(chip: Chip) -> Callable[[Instruction, Instructions], float | N
         pairs = queries * keys
         if "CAUSAL" in instruction.found(r'"mask_type": ?"(\w+)"'):
             pairs //= 2
+        scores = examples * heads * pairs
         if window := int(instruction.found(r'"sliding_window_length": ?(\d+)') or 0):
             pairs = min(pairs, queries * window)
-        products = CUDNN_PRODUCTS[_CUDNN[instruction.target]]
-        flops = products * 2 * examples * heads * features * pairs
-        return max(
-            flops / (chip.peak(_DTYPES[dtype]) * kernel_efficiency(chip)),
-            _whole_traffic(computation, instruction) / _bandwidth(chip),
+        return cudnn_kernel_seconds(
+            chip,
+            _DTYPES[dtype],
+            products=CUDNN_PRODUCTS[_CUDNN[instruction.target]],
+            numbers=examples * heads * queries * features,
+            pairs=pairs / queries,
+            masked=scores if "Bias" in instruction.target else 0,
         )
+
+    return seconds
+
+
+def _kernels_of_gpus(
+    kernels: Iterable[Kernel], chip: Chip
+) -> Callable[[Instruction, Instructions], float | None]:
+    """Builds a function that returns the seconds of a kernel of cuDNN or of Pallas."""
+    of_cudnn, of_pallas = cudnn_seconds(chip), kernel_clock(kernels, chip)
+
+    def seconds(instruction: Instruction, computation: Instructions) -> float | None:
+        found = of_cudnn(instruction, computation)
+        return of_pallas(instruction, computation) if found is None else found
 
     return seconds
 
@@ -407,8 +445,9 @@ def _bandwidth(chip: Chip) -> float:
 
 def _flops_rate(chip: Chip, dtype: str) -> float:
     """Returns the FLOP/s of products; dtypes without a known peak count as bfloat16."""
-    known = _DTYPES.get(dtype, dtype)
-    return chip.peak(known if known in chip.flops else "bfloat16") * chip.flops_efficiency
+    known = "float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)
+    is_float8 = known.startswith("float8")
+    return chip.product_rate(known if known in chip.flops or is_float8 else "bfloat16")
 
 
 def _products(
@@ -438,7 +477,8 @@ def _traffic(module: HloModule, computation: Instructions, instruction: Instruct
         return 2 * _hlo_bytes(instruction.shape)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _hlo_bytes(computation[instruction.operands[1]].shape)
-    if instruction.opcode != "fusion":
+    # Since JAX 0.12 XLA copies the slices of a loop's stacks asynchronously, in a `fusion-start`.
+    if instruction.opcode not in ("fusion", "fusion-start"):
         return _whole_traffic(computation, instruction)
     inside = module.computations[instruction.called[0]]
     written = sum(_written(inside, x) for x in inside.values() if x.is_root)

@@ -58,6 +58,43 @@ FITTED_PRODUCTS = {
 FITTED_ATTENTION = {"torus": 0.444, "nodes": 0.444}
 # Chip -> chip with the same die, and therefore the same speed of products.
 SAME_PRODUCTS = {"h200": "h100"}
+
+
+class KernelSpeed(NamedTuple):
+    """How long attention takes on GPUs, forward and backward, fitted to measurements.
+
+    Attributes:
+      share: The share of the peak that the seven products of a causal mask or a window reach.
+      number_bytes: Bytes to and from memory for each number of the queries, beyond these products.
+      mask_bytes: Likewise for each score on one side of the diagonal, if there is a mask in memory.
+      start: Seconds beyond these, for both passes together.
+    """
+
+    share: float
+    number_bytes: float
+    mask_bytes: float
+    start: float
+
+
+# The share that products reach where they were timed alone.
+MEASURED_PRODUCTS = {"h200": 0.743}
+# Half of the kernels that were timed on an H200 give these numbers, and the other half tests them
+# (`python -m benchmarks.measured_kernels`).
+CUDNN = KernelSpeed(share=0.637, number_bytes=82.7, mask_bytes=21.1, start=84e-6)
+# How much faster products in float8 are than in 16 bits, on GPUs that have them: the peak is twice
+# as high, and products reach less of it. XLA may have to transpose weights for them; this time is
+# not in the number.
+FLOAT8_GAIN = 1.79
+HAS_FLOAT8 = ("9.0", "10.0")
+# Passes over what the products of attention in blocks read and write, in place of the one pass
+# that elementwise operations around other products take.
+BLOCK_PASSES = 1.56
+# Passes over the values that a loop over layers keeps for its backward pass: they are copied into a
+# stack and out of it. Fitted to the compiled plan of one model without remat; with the policy
+# `dots` it tests the number.
+STACK_PASSES = 3.0
+# The kernel of this package has not been timed. It computes nine products where seven count.
+TRITON_SHARE = 0.4
 ASSUMED_PRODUCTS = 0.7
 
 
@@ -133,6 +170,13 @@ class Chip:
     def is_tpu(self) -> bool:
         """Whether the chip is a TPU; XLA can compile for TPUs without a device."""
         return self.network.kind == "torus"
+
+    def product_rate(self, dtype: str) -> float:
+        """Returns the FLOP/s that products reach; raises `ValueError` if no peak is known."""
+        if dtype.startswith("float8"):
+            gain = FLOAT8_GAIN if self.compute_capability in HAS_FLOAT8 else 1.0
+            return gain * self.product_rate("bfloat16")
+        return self.peak(dtype) * self.flops_efficiency
 
     @property
     def abstract_device(self) -> AbstractDevice | None:
@@ -258,12 +302,16 @@ def _shares(name: str, kind: str) -> dict[str, Any]:
     """Returns a chip's efficiencies, and a text about the speeds to which they were fitted."""
     twin = SAME_PRODUCTS.get(name, name)
     found = "attention on published speeds of chips of its kind"
-    if twin in FITTED_PRODUCTS:
+    if name in MEASURED_PRODUCTS:
+        found = f"products on products that were timed on {name}, {found}"
+    elif twin in FITTED_PRODUCTS:
         found = f"products on published speeds of {twin}, {found}"
     else:
         found = f"{found}, products on no speeds: {ASSUMED_PRODUCTS:.0%} of the peak is assumed"
     return {
-        "flops_efficiency": FITTED_PRODUCTS.get(twin, ASSUMED_PRODUCTS),
+        "flops_efficiency": MEASURED_PRODUCTS.get(
+            name, FITTED_PRODUCTS.get(twin, ASSUMED_PRODUCTS)
+        ),
         "attention_efficiency": FITTED_ATTENTION[kind],
         "hbm_efficiency": 0.85,
         "calibration": f"{found} (python -m benchmarks.calibration)",
@@ -289,7 +337,7 @@ def chip_named(name: str) -> Chip:
 
 
 # -------------------------------------------------------------------------------------------------
-# Times Mosaic kernels, for which XLA's compiler for TPUs estimates no cycles.
+# Times kernels of Pallas, for which XLA's compilers estimate no cycles.
 #
 # The traced program gives the number of operations in one run of a kernel
 # (`manualpar.inspect.flops`), and the compiled program gives the number of runs. A kernel is
@@ -298,7 +346,7 @@ def chip_named(name: str) -> Chip:
 # and writing its bytes takes longer.
 
 
-TARGET = "tpu_custom_call"
+TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
 
 
 class Kernel(NamedTuple):
@@ -339,8 +387,26 @@ def kernels_in(jaxpr: Jaxpr, scope: str = "") -> Iterator[Kernel]:
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """Returns the name of the kernel that an instruction runs."""
-    return instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
+    """Returns the name of the kernel that an instruction runs, as in `jvp(NAME)/pallas_call`."""
+    scope = instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
+    return scope.rpartition("(")[2].rstrip(")")
+
+
+def cudnn_kernel_seconds(
+    chip: Chip, dtype: str, *, products: int, numbers: int, pairs: float, masked: float
+) -> float:
+    """Returns the time of a run of cuDNN's attention, with `numbers` numbers in its queries.
+
+    Args:
+      products: The products of the run: 2 forward, 5 backward.
+      pairs: How many keys a query sees, on average.
+      masked: How many scores the kernel reads a mask for; 0 without a mask in memory.
+    """
+    share = products / PRODUCTS_COMPUTED
+    flops = PRODUCTS_COMPUTED * 2 * numbers * pairs
+    moved = CUDNN.number_bytes * numbers + CUDNN.mask_bytes * masked
+    in_all = flops / (chip.peak(dtype) * CUDNN.share) + moved / chip.hbm_bandwidth + CUDNN.start
+    return share * in_all
 
 
 def kernel_efficiency(chip: Chip) -> float:
@@ -355,7 +421,7 @@ def kernel_clock(
     kernels_by_key = {kernel.key: kernel for kernel in kernels}
 
     def seconds(instruction: Instruction, computation: Instructions) -> float | None:
-        if instruction.target != TARGET:
+        if instruction.target not in TARGETS:
             return None
         shapes_of_operands = (computation[name].shape for name in instruction.operands)
         operands = [array for shape in shapes_of_operands for array in arrays(shape)]
@@ -365,8 +431,9 @@ def kernel_clock(
         if kernel is None:
             return None
         in_memory = sum(array_bytes(*x) for x in (*operands, *arrays(instruction.shape)))
+        share = kernel_efficiency(chip) if chip.is_tpu else TRITON_SHARE
         return max(
-            kernel.flops / (chip.peak(kernel.dtype) * kernel_efficiency(chip)),
+            kernel.flops / (chip.peak(kernel.dtype) * share),
             in_memory / (chip.hbm_bandwidth * chip.hbm_efficiency),
         )
 

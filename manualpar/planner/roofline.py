@@ -33,11 +33,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manualpar.core.tracing.scopes import HALVES, PIPELINE_SCOPE
+from manualpar.core.tracing.scopes import (
+    HALVES,
+    PIPELINE_SCOPE,
+    PRODUCTS_COMPUTED,
+    PRODUCTS_COUNTED,
+    blocks_computed,
+)
 from manualpar.inspect.communication import grouped, summed
 from manualpar.inspect.flops import ROWS, Product
 from manualpar.layers.pipeline.schedules import Costs
-from manualpar.planner.hardware import Chip
+from manualpar.planner.hardware import BLOCK_PASSES, CUDNN, STACK_PASSES, Chip
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.step_work import PipelineWork, StepWork
 from manualpar.planner.timed_collectives import (
@@ -78,6 +84,8 @@ def estimate(
       ValueError: The mesh does not fit into the topology, or no peak is known for the dtype.
     """
     chip = topology.chip
+    if not chip.is_tpu:
+        work = _measured_on_gpus(work, chip)
     clock = Clock(work, topology, {} if rings is None else rings)
     timed = clock.time(work.collectives)
     part_of = work.pipeline.parts.part_of if work.pipeline else lambda _: ""
@@ -191,28 +199,69 @@ def _flops_seconds(products: Iterable[Product[float]], chip: Chip) -> float:
     return sum(product.flops / _flops_rate(chip, product) for product in products)
 
 
-def compute_seconds(products: Iterable[Product[float]], chip: Chip, phases: Iterable[str]) -> float:
+def compute_seconds(
+    products: Iterable[Product[float]],
+    chip: Chip,
+    phases: Iterable[str],
+    *,
+    block_passes: float = BLOCK_PASSES,
+) -> float:
     """Returns the compute time of the products of some phases.
 
-    A product takes the longer of two times: for its operations, and for its bytes.
+    A product takes the longer of two times: for its operations, and for its bytes. Attention in
+    blocks of plain JAX moves its bytes `block_passes` times on GPUs.
     """
     phases, hbm = set(phases), chip.hbm_bandwidth * chip.hbm_efficiency
     total = 0.0
     for product in products:
         if product.phase in phases:
             passing = product.traffic / hbm
+            if not chip.is_tpu and _is_in_blocks(product):
+                passing *= block_passes
             total += max(product.flops / _flops_rate(chip, product), passing)
             # Adds the elementwise operations around a product; around a reduction there are none.
             total += passing if product.flops else 0.0
     return total
 
 
+def _is_in_blocks(product: Product[float]) -> bool:
+    """Returns whether a product belongs to attention in blocks of plain JAX."""
+    return not product.is_fused and blocks_computed(product.scope) is not None
+
+
+def _measured_on_gpus(work: StepWork, chip: Chip) -> StepWork:
+    """Replaces attention kernels, and adds the stacks of loops over layers, as they were timed.
+
+    The products of a kernel get no traffic, and as many operations as take the time that cuDNN's
+    kernel takes.
+    """
+    fused = [product for product in work.products if product.is_fused]
+    flops = sum(product.flops for product in fused)
+    products = [product for product in work.products if not product.is_fused]
+    if work.attention and flops:
+        numbers, calls = work.attention
+        seconds = numbers * CUDNN.number_bytes / chip.hbm_bandwidth + calls * CUDNN.start
+        for product in fused:
+            rate = _flops_rate(chip, product)
+            share = product.flops / flops
+            computing = product.flops * PRODUCTS_COMPUTED / PRODUCTS_COUNTED
+            took = computing / (rate / chip.attention_efficiency * CUDNN.share) + share * seconds
+            products.append(product._replace(flops=took * rate, traffic=0.0))
+    else:
+        products += fused
+    if work.stacked:
+        moved = STACK_PASSES * work.stacked / 2
+        products += [Product(pass_, 0.0, moved, work.dtype) for pass_ in ("jvp", "transpose")]
+    return dataclasses.replace(work, products=tuple(products))
+
+
 def _flops_rate(chip: Chip, product: Product[float]) -> float:
     """Returns the FLOP/s that a product reaches; the few products of integers count as float32."""
     is_known = product.dtype in chip.flops or "float" in product.dtype
-    return chip.peak(product.dtype if is_known else "float32") * (
-        chip.attention_efficiency if product.is_fused else chip.flops_efficiency
-    )
+    dtype = product.dtype if is_known else "float32"
+    if product.is_fused:
+        return chip.peak(dtype) * chip.attention_efficiency
+    return chip.product_rate(dtype)
 
 
 def _hide(inside: Sequence[TimedCollective], compute: float, *, runs: int = 1) -> float:
@@ -264,6 +313,8 @@ def _of_kernels(work: StepWork, chip: Chip) -> str:
     products = (*work.products, *(product for part in parts for product in part.products))
     if not any(product.is_fused for product in products):
         return ""
+    if work.attention and not chip.is_tpu:
+        return f", cuDNN's attention {CUDNN.share:.0%} and {CUDNN.number_bytes:.0f} bytes a number"
     return f", a kernel of attention {chip.attention_efficiency:.0%}"
 
 

@@ -19,23 +19,26 @@ programs that it ranks first.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from manualpar.core.mesh.compiler_options import Overlap
 from manualpar.core.mesh.mesh import in_order, platform_of
+from manualpar.core.modes.layer_loops import ATTENDED
 from manualpar.core.parameters.placement import partition
 from manualpar.core.program.program import Program
 from manualpar.core.summary import Summarized
+from manualpar.core.tracing.jaxprs import inner_jaxprs, scan_sizes
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.inspect import state_bytes, trace_outer_steps
 from manualpar.inspect.communication import Around, Collective, read_stage, summed
 from manualpar.inspect.flops import Product, TickParts, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
-from manualpar.inspect.scope_parsing import LAYER_SCOPES
+from manualpar.inspect.scope_parsing import LAYER_SCOPES, phase_of
 from manualpar.inspect.throughput import Throughput
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
@@ -86,6 +89,9 @@ class StepWork(Summarized):
         is exchanged once.
       every: The number of steps in which all `outer_collectives` run once.
       notes: Sentences about the choices and assumptions made when the program was read.
+      attention: For attention that runs in a kernel, the numbers in the queries of all layers, and
+        the runs of the kernel's forward pass; `None` if the trace does not say.
+      stacked: The bytes that loops over layers keep for the backward pass.
       source: The source of the estimate: `roofline` for a traced program, or `closed form`.
     """
 
@@ -102,6 +108,8 @@ class StepWork(Summarized):
     pipeline: PipelineWork | None = None
     outer_collectives: tuple[Collective, ...] = ()
     every: int = 1
+    attention: tuple[float, float] | None = None
+    stacked: float = 0.0
     source: str = "roofline"
     # Whether a step of several minibatches reduces gradients once, after all of them (data
     # parallelism, ZeRO-1). With one minibatch they may be reduced in the backward pass.
@@ -166,6 +174,9 @@ def read_work(
         return _Read(sent, products, runs, [*sending.notes, *computing.notes])
 
     collectives, products, _, notes = read(None)
+    memory = step_memory(program, platform=platform_of(program.mesh) or "tpu")
+    kept = list(_kept_for_backward(jaxpr))
+    attended = [x for x in kept if x.is_attended]
     # With DiLoCo, count the state of one replica.
     inner = program if program.outer is None else program.outer.inner
     state = inner.abstract_state
@@ -181,7 +192,11 @@ def read_work(
         # Parameters and optimizer state are read and written; a gradient of the parameters' size is
         # read.
         update_traffic=3 * parameters + 2 * optimizer,
-        memory=step_memory(program, platform=platform_of(program.mesh) or "tpu"),
+        memory=memory,
+        attention=(sum(x.times * x.size for x in attended), sum(x.times for x in attended))
+        if fused_attention and attended and not parts
+        else None,
+        stacked=sum(x.times * min(x.size, memory.activations) for x in kept if not x.is_attended),
         notes=tuple(dict.fromkeys(notes)),
         overlap=overlap,
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,
@@ -189,6 +204,33 @@ def read_work(
         every=1 if program.outer is None else program.outer.every,
         _reduces_once=program.strategy.sends(2, False).scatters < 2,
     )
+
+
+class _Kept(NamedTuple):
+    """Values that the forward pass keeps: attention's result, or the stacks of a loop.
+
+    `size` is the numbers of a result, or the bytes of the stacks, in one of `times` runs.
+    """
+
+    times: int
+    size: int
+    is_attended: bool
+
+
+def _kept_for_backward(jaxpr: Jaxpr, times: int = 1, scope: str = "") -> Iterator[_Kept]:
+    for eqn in jaxpr.eqns:
+        inside, name = f"{scope}/{eqn.source_info.name_stack}", eqn.primitive.name
+        runs = times * (eqn.params["length"] if name == "scan" else 1)
+        for _, inner in inner_jaxprs(eqn):
+            yield from _kept_for_backward(inner, runs, inside)
+        if phase_of(inside) != "forward":
+            continue
+        results: list[Any] = [x.aval for x in eqn.outvars]
+        if name == "name" and eqn.params["name"] == ATTENDED and results[0].ndim == 4:
+            yield _Kept(times, results[0].size, True)
+        elif name == "scan":
+            stacks = results[scan_sizes(eqn.params)[1] :]
+            yield _Kept(times, sum(x.size * x.dtype.itemsize for x in stacks), False)
 
 
 def _merged(
@@ -267,6 +309,8 @@ def with_repeats(work: StepWork, times: int) -> StepWork:
             for x in work.collectives
         ),
         products=tuple(x if x.phase == "update" else repeated(x, times) for x in work.products),
+        attention=work.attention and (times * work.attention[0], times * work.attention[1]),
+        stacked=times * work.stacked,
     )
 
 

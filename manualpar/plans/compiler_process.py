@@ -98,7 +98,8 @@ def run_compiler(
         facts = _run_worker(compiler, folder, topology)
         program = folder / worker.PROGRAM
         text = program.read_text(encoding="utf-8") if program.exists() else ""
-    return CompiledStep(topology, facts["options"] | request["options"], facts, text)
+    given = facts.get("given", request["options"])  # The names that this compiler has for them.
+    return CompiledStep(topology, facts["options"] | given, facts, text)
 
 
 def _run_worker(compiler: Compiler, folder: Path, topology: Topology) -> dict[str, Any]:

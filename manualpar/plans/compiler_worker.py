@@ -23,6 +23,7 @@ import jax
 import ml_collections
 from jax.experimental import topologies
 
+from manualpar.core.mesh.compiler_options import under_new_names
 from manualpar.core.mesh.mesh import describe_links
 from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.core.tracing.thread_patches import replaced_in_thread
@@ -91,7 +92,9 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
         **_facts(experiment),
     }
     try:
-        options = request["diagnostics"] | request["options"]
+        given = under_new_names(request["options"], devices[0])
+        facts["given"] = dict(given)
+        options = request["diagnostics"] | given
         if chip.is_tpu:
             options |= {"xla_dump_to": str(folder / DUMP), "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=options or None)

@@ -338,7 +338,7 @@ def has_kernel(model: Any, program: Program, chip: Chip) -> bool:
     if CONTEXT_AXIS in sizes and context_on(model, sizes, platform).how != "ulysses":
         return False
     if model.attention.kind:
-        return model.attention.kind in ("splash", "cudnn")
+        return model.attention.kind in ("splash", "cudnn", "triton")
     inputs = program.abstract_batch.inputs
     tokens = jax.tree.leaves(inputs)[0]
     examples = tokens.sharding.shard_shape(tokens.shape)[0] // program.num_minibatches

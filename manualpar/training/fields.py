@@ -110,7 +110,7 @@ Fields = TypedDict(
         "model.mlp_size": int,
         "model.head_size": int,
         "model.activation": Literal["silu", "gelu", "exact_gelu"],
-        "model.attention": Literal["", "splash", "cudnn", "blockwise", "xla"],
+        "model.attention": Literal["", "splash", "cudnn", "triton", "blockwise", "xla"],
         "model.attention_window": int,
         "model.global_every": int,
         "model.attention_soft_cap": float,

@@ -1,5 +1,6 @@
 """The doctor's report names what is here, and says what would not run."""
 
+import importlib
 import importlib.metadata
 import re
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 from manualpar.commands import doctor
 from manualpar.commands import doctor as module
 from manualpar.commands.doctor import main, software_facts
+from manualpar.layers.attention import attention
 from manualpar.system.cluster import this_host
 from tests.paths import ROOT
 
@@ -46,6 +48,22 @@ def test_a_config_that_does_not_run_is_said_to_and_so_is_a_wrong_step(capsys, mo
     assert code == 2
     assert facts["a step over all devices"].startswith("fails: layers_0/kernel: off by 1.0")
     assert facts["would run"].startswith("no: config.data.batch_size is 3, expected a multiple")
+
+
+def test_attention_that_differs_from_plain_jax_is_named(monkeypatch):
+    monkeypatch.setattr(doctor, "ATTENTION_CASES", {"documents": {"documents": True}})
+    assert doctor._try_attention().value.startswith("right")
+
+    def wrong_with_documents(query, key, value, documents, **options):
+        if not options["kind"]:
+            documents = None
+        return attention(query, key, value, documents, **options)
+
+    layers = importlib.import_module("manualpar.layers.attention")
+    monkeypatch.setattr(layers, "attention", wrong_with_documents)
+    fact = doctor._try_attention()
+    assert fact.is_wrong
+    assert re.search(r"differ by more than 0.02 of their size for documents \(\d\.", fact.value)
 
 
 @pytest.mark.parametrize(

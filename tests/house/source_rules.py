@@ -20,6 +20,7 @@ CHAPTERS = {
     "checks.trainable_check": "a check; program_check calls all of them",
     "core.model.nnx_model": "the library NNX, which registers itself; Linen reads it for bridges",
     "inspect.peak_memory": "a simulation of XLA's allocator, longer than its reader",
+    "layers.attention.triton_attention": "a kernel; its reader chooses between kernels",
     "layers.attention.unchecked": "the only module that may pass check_vma=False",
     "layers.tensor_parallel.plan_calls": "runs the calls of a plan; its reader declares plans",
     "models.generation.cached_steps": "the steps on the devices; its reader is the host's loop",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from jax.experimental import pallas
 from manualpar.core.tracing.scopes import blocks_scope
 from manualpar.inspect.throughput import PEAKS, peak_flops
 from manualpar.planner.compiled_timeline import KernelRuns, Timeline, on_all_links, read_timeline
-from manualpar.planner.hardware import CHIPS, Kernel, chip_named, kernel_clock, kernels_in
+from manualpar.planner.hardware import (
+    CHIPS,
+    Kernel,
+    chip_named,
+    kernel_clock,
+    kernel_name,
+    kernels_in,
+)
 
 IDS = [chip.name for chip in CHIPS]
 
@@ -156,3 +164,10 @@ def test_a_kernel_that_is_fused_with_a_collective_computes_too() -> None:
     assert gather.cycles_between > 1e6
     assert (silent.exposed_seconds > 2, known.exposed_seconds) == (True, 0)
     assert silent.unestimated == known.unestimated == {}
+
+
+@pytest.mark.parametrize("scope", ["NAME", "jvp(NAME)", "transpose(jvp(NAME))"])
+def test_a_kernel_has_its_name_also_where_it_is_differentiated(scope) -> None:
+    """As XLA's compilers write it for kernels of Pallas."""
+    instruction = types.SimpleNamespace(op_name=f"jit(f)/{scope}/pallas_call".replace("NAME", "of"))
+    assert kernel_name(instruction) == "of"

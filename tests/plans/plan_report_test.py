@@ -154,7 +154,7 @@ def test_flags_are_as_a_shell_takes_them():
     ("name", "words"),
     [
         ("v5p", "calibrated: products on published speeds of v5p, attention on"),
-        ("h200", "calibrated: products on published speeds of h100, attention on"),
+        ("h200", "calibrated: products on products that were timed on h200, attention on"),
         ("tpu7x", "calibrated: attention on published speeds of chips of its kind, products on no"),
     ],
 )

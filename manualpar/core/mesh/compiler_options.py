@@ -298,11 +298,11 @@ def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:
     for each option, with the options accepted so far. `why` of the result names each refused option
     with the compiler's message.
     """
-    if not chosen.options or not _refusal(chosen.options, device):
+    if not chosen.options:
         return chosen
-    now = dict(RENAMED.get(name, (name, value)) for name, value in chosen.options.items())
-    if now != chosen.options and not _refusal(now, device):
-        return ChosenOptions(now, chosen.why)
+    chosen = ChosenOptions(under_new_names(chosen.options, device), chosen.why)
+    if not _refusal(chosen.options, device):
+        return chosen
     accepted: dict[str, str | bool] = {}
     refused = []
     for name, value in chosen.options.items():
@@ -314,6 +314,15 @@ def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:
         else:
             refused.append(f"{name} ({message})")
     return ChosenOptions(accepted, f"{chosen.why}; refused: {', '.join(refused)}")
+
+
+def under_new_names(
+    options: Mapping[str, str | bool], device: jax.Device
+) -> Mapping[str, str | bool]:
+    """Returns options under the names of later compilers if a device's compiler needs them."""
+    now = dict(RENAMED.get(name, (name, value)) for name, value in options.items())
+    needs = now != options and _refusal(options, device) and not _refusal(now, device)
+    return now if needs else options
 
 
 def _refusal(options: Mapping[str, str | bool], device: jax.Device) -> str:

@@ -152,7 +152,10 @@ class LayerLoops:
       option: The program's option `remat`.
       platform: The platform of the devices.
       memory_bytes: The memory of a device that programs can use; 0 if it is not known.
-      held_bytes: The bytes that the state and the gradients take on a device.
+      held_bytes: The bytes that the state takes on a device.
+      gradient_bytes: The bytes of the gradients. A loop begins its backward pass with zeros for all
+        of them. Unrolled layers make theirs one after the other, while the values that the layers
+        kept are freed, so the two are not held together.
       parts: The number of devices that the arrays of a traced loss are divided over.
       made: The choices that were made; the first holds for the program.
     """
@@ -161,6 +164,7 @@ class LayerLoops:
     platform: str = ""
     memory_bytes: int = 0
     held_bytes: int = 0
+    gradient_bytes: int = 0
     parts: int = 1
     made: list[LayerChoice] = dataclasses.field(default_factory=list, compare=False)
 
@@ -198,7 +202,9 @@ class LayerLoops:
         equations = sum(x.equations for x in layers)
         passed = ""
         for choice in choices:
-            needed = fixed + sum(x.kept[choice.remat] for x in layers) / self.parts
+            kept = sum(x.kept[choice.remat] for x in layers) / self.parts
+            both = max if choice.unrolled else sum
+            needed = fixed + both((kept, self.gradient_bytes))
             why = f"about {needed / 2**30:.1f} of {self.memory_bytes / 2**30:.1f} GiB{passed}"
             if choice.unrolled and equations > MOST_EQUATIONS:
                 passed = f"; unrolled, {equations:,} equations would compile for long"

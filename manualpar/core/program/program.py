@@ -782,7 +782,7 @@ def _layer_loops(step: Step, jitted: JittedSteps, option: Remat) -> LayerLoops:
             if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
         )
 
-    held = shards(state) + shards(state.params)  # Gradients are as large as parameters.
+    held = shards(state)
     strategy, dtype = step.strategy, step.mode.comm.gather.dtype
     if strategy.gather_every == "step" or not strategy.reshard_after_forward:
         sizes = ((math.prod(x.shape), x.dtype) for x in jax.tree.leaves(state.params))
@@ -792,6 +792,7 @@ def _layer_loops(step: Step, jitted: JittedSteps, option: Remat) -> LayerLoops:
         platform=platform_of(jitted.mesh),
         memory_bytes=memory_of(jitted.mesh),
         held_bytes=held,
+        gradient_bytes=shards(state.params),  # As large as the parameters.
         parts=1 if step.mode.writes_collectives else jitted.mesh.size,
     )
 

@@ -1,15 +1,20 @@
 """Causal attention within documents: one function, and the choice of its implementation.
 
 - `"splash"`: jax's kernel for TPUs, see `splash_attention`.
-- `"cudnn"`: NVIDIA's kernel, for dtypes of 16 bits, without `soft_cap`, see `cudnn_attention`.
+- `"cudnn"`: NVIDIA's kernel, for dtypes of 16 bits, without `soft_cap`, see `cudnn_attention`. With
+  documents it stores a mask `[B, 1, S, S]`.
+- `"triton"`: a kernel of this package for NVIDIA GPUs, for dtypes of 16 bits, see
+  `triton_attention`. It stores no mask. It has been compiled for A100, H100, H200 and B200, and
+  compared with other kinds step by step on CPUs, but not yet timed on a GPU.
 - `"blockwise"`: plain JAX, one pair of blocks after the other, see `chunked_attention`. It runs
   everywhere. On CPUs it is faster than `"xla"` at every length, and takes less memory.
 - `"xla"`: XLA stores the scores `[B, N, S, S]` in memory, and a mask of this size if there are
   documents.
 
 `""` chooses the best kind for the devices for which a program is traced (`best_kind`): splash on
-TPUs; cuDNN on NVIDIA GPUs where it can run and its mask of documents fits; otherwise blockwise. The
-enclosing mesh gives these devices. (`jax.lax.platform_dependent` would trace all kinds. Then counts
+TPUs; on NVIDIA GPUs triton with documents or a soft cap, otherwise cuDNN, each where it can run;
+otherwise blockwise. The enclosing mesh gives these devices. A `kind` other than `""` is the way
+back to cuDNN's mask, or to blocks. (`jax.lax.platform_dependent` would trace all kinds. Then counts
 of operations, plans and checks would include branches that do not run.)
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
@@ -35,6 +40,13 @@ from manualpar.layers.attention.splash_attention import (
     batch_and_head_axes,
     splash_attention,
     splash_misfit,
+)
+from manualpar.layers.attention.triton_attention import (
+    add_sinks,
+    gradient_of_sinks,
+    product_with_gradient,
+    triton_attention,
+    triton_misfit,
 )
 from manualpar.layers.boundaries import platform_traced_for
 
@@ -171,6 +183,7 @@ def cudnn_attention(
     documents: jax.Array | None,
     *,
     window: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends causally within documents.
 
@@ -180,6 +193,7 @@ def cudnn_attention(
       value: `[B, S, K, H]`, of the dtype of `query`.
       documents: `int32[B, S]`, or `None` if each sequence is one document.
       window: How many positions a query sees, including the query's position; `None` for all.
+      sinks: `float32[N]`, see `attention`; `None` for none.
 
     Returns:
       `[B, S, N, H]`.
@@ -192,19 +206,22 @@ def cudnn_attention(
       have the checkpoint name `ATTENDED`. With a policy that saves the name, the forward kernel
       does not run again.
     """
-    arrays = (query, key, value, documents)
+    arrays = (query, key, value, documents, sinks)
     out: jax.Array = _attend(*cast_to_varying(arrays, varying_axes(arrays)), window)
     return out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     documents: jax.Array | None,
+    sinks: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
+    if sinks is not None:
+        return _attend_forward(query, key, value, documents, sinks, window)[0]
     return dot_product_attention(query, key, value, documents, window, "cudnn")
 
 
@@ -236,13 +253,26 @@ def _attend_forward(
     key: jax.Array,
     value: jax.Array,
     documents: jax.Array | None,
+    sinks: jax.Array | None,
     window: int | None,
 ) -> tuple[jax.Array, Any]:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return dot_product_attention(query, key, value, documents, window, "cudnn")
 
     out, pullback = jax.vjp(attend, query, key, value)
-    attended = checkpoint_name(out, ATTENDED)
+    attended, of_sinks = out, None
+    if sinks is not None:
+        kept = [x for x in jax.tree.leaves(pullback) if x is out or x.ndim == 3]
+        if sorted(x.ndim for x in kept) != [3, out.ndim]:
+            raise ValueError(  # Otherwise the gradient would use the softmax without sinks.
+                f"attention: JAX's gradient of cuDNN's attention keeps {len(kept)} arrays that may "
+                "be the result and the logarithms of its sums, expected these two, because sinks "
+                "replace them. Take attention='blockwise', or another version of JAX."
+            )
+        (log_weights,) = (x for x in kept if x.ndim == 3)
+        attended, log_weights = add_sinks(out, log_weights, sinks)
+        log_weights = checkpoint_name(log_weights, ATTENDED)
+    attended = checkpoint_name(attended, ATTENDED)
 
     def named(x: jax.Array) -> jax.Array:
         # With a name of its own, the residual `out` would be saved a second time. The other
@@ -250,14 +280,23 @@ def _attend_forward(
         # save.
         if x is out:
             return attended
-        return checkpoint_name(x, ATTENDED) if x.ndim == 3 else x
+        if x.ndim != 3:
+            return x
+        return checkpoint_name(x, ATTENDED) if sinks is None else log_weights
 
-    return attended, jax.tree.map(named, pullback)
+    if sinks is not None:
+        of_sinks = sinks, attended, log_weights
+    return attended, (jax.tree.map(named, pullback), of_sinks)
 
 
-def _attend_backward(window: int | None, pullback: Any, g: jax.Array) -> Any:
+def _attend_backward(window: int | None, residuals: Any, g: jax.Array) -> Any:
     del window
-    return (*pullback(g), None)
+    pullback, of_sinks = residuals
+    if of_sinks is None:
+        return (*pullback(g), None, None)
+    sinks, out, log_weights = of_sinks
+    grad = gradient_of_sinks(sinks, log_weights, product_with_gradient(out, g))
+    return (*pullback(g), None, grad)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -266,7 +305,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 # -------------------------------------------------------------------------------------------------
 
 
-AttentionKind = Literal["", "splash", "cudnn", "blockwise", "xla"]
+AttentionKind = Literal["", "splash", "cudnn", "triton", "blockwise", "xla"]
+WITH_SINKS = ("", "cudnn", "triton", "blockwise")
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 
 # The share of a GPU's memory that the mask of documents and its gradient may take. Parameters,
@@ -301,8 +341,8 @@ def attention(
       chunk: The length of the chunks into which sequences are divided from their beginning. A query
         sees only keys of its own chunk; `None` for no chunks.
       sinks: `float32[N]`, the score of each head's *sink*: a key that every query sees, and whose
-        value is 0, so that the weights of the other keys sum to less than 1; `None` for none. Only
-        `"blockwise"` has sinks.
+        value is 0, so that the weights of the other keys sum to less than 1; `None` for none. The
+        kinds of `WITH_SINKS` have sinks.
 
     Returns:
       `[B, S, N, H]`.
@@ -321,22 +361,24 @@ def attention(
         options: Any = {"kind": kind, "window": window, "soft_cap": soft_cap, "sinks": sinks}
         return _attend_to_chunks(query, key, value, documents, chunk, options)
     misfit = _misfit(kind, query, key, documents, scoring) if kind else None
-    if kind not in ("", "blockwise") and sinks is not None:
-        misfit = "the heads have sinks, but only 'blockwise' has them"
+    if kind not in WITH_SINKS and sinks is not None:
+        misfit = f"the heads have sinks, but only {', '.join(WITH_SINKS[1:])} have them"
     if misfit is not None:
         raise ValueError(
             f"attention: kind (of models config.model.attention) is {kind!r}, and {misfit}; "
             "expected a kind that can run here. Take '' for the best kind that can."
         )
-    if sinks is not None:
-        return attend_in_blocks(query, key, value, documents, scoring, sinks)
     kind = kind or _best(query, key, documents, scoring)
-    if kind == "splash":
+    if kind == "splash" and sinks is None:
         return splash_attention(query, key, value, documents, window=window, soft_cap=soft_cap)
-    if kind == "blockwise":
-        return attend_in_blocks(query, key, value, documents, scoring)
+    if kind in ("blockwise", "splash"):
+        return attend_in_blocks(query, key, value, documents, scoring, sinks)
     if kind == "cudnn":
-        return cudnn_attention(query, key, value, documents, window=window)
+        return cudnn_attention(query, key, value, documents, window=window, sinks=sinks)
+    if kind == "triton":
+        return triton_attention(
+            query, key, value, documents, window=window, soft_cap=soft_cap, sinks=sinks
+        )
     return dot_product_attention(query, key, value, documents, window, "xla")
 
 
@@ -420,10 +462,13 @@ def best_kind(
     scoring: Scoring,
     *,
     has_documents: bool,
+    has_pallas: bool = True,
 ) -> AttentionKind:
     """Chooses the best kind for a device, which need not be a device of this process.
 
     - Splash on TPUs, if it has the dtype.
+    - Triton on GPUs, if it can run (`triton_misfit`), and there are documents or a soft cap, or
+      cuDNN cannot run. cuDNN with documents took 2.3 times the time of a causal mask on an H200.
     - cuDNN on GPUs, if there is no soft cap, the kernel can run (`cudnn_misfit`), and the mask
       fits. Causal masks and windows take no memory. Documents need an array `[B, 1, S, S]`, and the
       backward pass its gradient. All heads and layers share the two arrays. So they are compared
@@ -438,12 +483,19 @@ def best_kind(
       key: `[B, S, K, H]`, likewise.
       scoring: How scores are bounded, and which positions a query sees.
       has_documents: Whether a query sees only keys of its own document.
+      has_pallas: Whether Pallas kernels, splash and triton, can run in the program.
     """
-    if device.platform == "tpu" and splash_misfit(query, key) is None:
+    if has_pallas and device.platform == "tpu" and splash_misfit(query, key) is None:
         return "splash"
+    if device.platform != "gpu" or query.shape[1] == 1:
+        return "blockwise"
     can_run = scoring.soft_cap is None and not cudnn_misfit(
         device, query, key, has_documents=has_documents
     )
+    if has_pallas and (has_documents or not can_run):
+        misfit = triton_misfit(device.compute_capability, query, key)
+        if misfit is None:
+            return "triton"
     mask = mask_bytes(query, has_documents=has_documents)
     return "cudnn" if can_run and mask <= MASK_SHARE * device.memory_bytes else "blockwise"
 
@@ -453,16 +505,16 @@ def _best(
 ) -> AttentionKind:
     """Chooses the best kind for the devices of the program."""
     device, mesh = device_traced_for(), jax.sharding.get_abstract_mesh()
-    if device.platform == "tpu" and mesh.empty and jax.device_count() > 1:
-        # Without a mesh XLA may partition a program over several devices, but cannot partition
-        # splash attention.
-        return "blockwise"
     own: jax.Array | jax.ShapeDtypeStruct = query
     if device.platform == "gpu" and {*mesh.auto_axes, *mesh.explicit_axes}:
         axes, _ = batch_and_head_axes(mesh, query, key)  # The arrays are global.
         examples = query.shape[0] // axes_size(mesh, axis_tuple(axes))
         own = jax.ShapeDtypeStruct((examples, *query.shape[1:]), query.dtype)
-    return best_kind(device, own, key, scoring, has_documents=documents is not None)
+    # Without a mesh XLA may partition a program over several devices, but cannot partition a Pallas
+    # kernel.
+    has_pallas = not (mesh.empty and jax.device_count() > 1)
+    has_documents = documents is not None
+    return best_kind(device, own, key, scoring, has_documents=has_documents, has_pallas=has_pallas)
 
 
 def _misfit(
@@ -478,6 +530,10 @@ def _misfit(
         if device.platform not in ("tpu", ""):
             return f"the devices are {device.platform}s, and no TPUs"
         return splash_misfit(query, key)
+    if kind == "triton":
+        if device.platform not in ("gpu", ""):
+            return f"the devices are {device.platform}s, and no NVIDIA GPUs"
+        return triton_misfit(device.compute_capability, query, key)
     if kind in ("cudnn", "xla") and scoring.soft_cap is not None:
         return f"soft_cap is {scoring.soft_cap}, but this kind has no soft cap"
     if kind == "cudnn":

@@ -107,13 +107,34 @@ def splash_attention(
     if misfit := splash_misfit(query, key):
         raise ValueError(f"splash_attention: {misfit}. Take another kind of attention.")
     attend = functools.partial(_attend, window=window, soft_cap=soft_cap, interpret=interpret)
-    arrays = [query, key, value] + ([] if documents is None else [documents])
+    return run_on_each_device(attend, query, key, value, documents)
+
+
+def run_on_each_device(
+    attend: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Runs a kernel of one device, which XLA cannot partition, on each device's examples and heads.
+
+    Args:
+      attend: Called with those of the arrays that are not `None`, in the same order.
+
+    Communication:
+      None in manual programs. If the mesh has automatic axes, XLA may have to reshard the arguments
+      for the nested `shard_map`, see `splash_attention`.
+    """
+    given = ((query, 2), (key, 2), (value, 2), (documents, 1), (sinks, 0))
+    arrays: list[jax.Array] = [x for x, _ in given if x is not None]
     mesh = jax.sharding.get_abstract_mesh()
     if not {*mesh.auto_axes, *mesh.explicit_axes}:
         return run_unchecked(attend, *arrays)
     batch, heads = batch_and_head_axes(mesh, query, key)
-    specs = [PartitionSpec(batch, None, heads)] * 3 + [PartitionSpec(batch)]
-    specs = specs[: len(arrays)]
+    kinds = (PartitionSpec(heads), PartitionSpec(batch), PartitionSpec(batch, None, heads))
+    specs = [kinds[kind] for x, kind in given if x is not None]
     if mesh.explicit_axes:
         arrays = list(map(jax.sharding.reshard, arrays, specs))
     split = jax.shard_map(

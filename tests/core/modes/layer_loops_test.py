@@ -12,7 +12,7 @@ import pytest
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.core.modes import layer_loops
-from manualpar.core.modes.layer_loops import CHOICES, LayerChoice, planned_memory
+from manualpar.core.modes.layer_loops import CHOICES, LayerChoice, LayerLoops, planned_memory
 from manualpar.core.tracing.jaxprs import scan_sizes
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
@@ -175,3 +175,12 @@ def test_a_loop_keeps_what_products_make(devices8, monkeypatch):
         wide[option] = sorted(str(x.dtype) for x in kept if len(x.shape) == 3)
     assert wide["auto"] == ["bfloat16"]
     assert len(wide["model"]) > 1
+
+
+@pytest.mark.parametrize(("memory", "unrolled", "remat"), [(60, True, "none"), (50, False, "full")])
+def test_unrolled_layers_do_not_hold_all_gradients_with_all_they_keep(memory, unrolled, remat):
+    """They need 10 + max(40, 30); a loop with `dots` 10 + 20 + 30, with `full` 10 + 5 + 30."""
+    loops = LayerLoops("auto", "gpu", memory_bytes=memory, held_bytes=10, gradient_bytes=30)
+    layers = layer_loops._Layers({"none": 40, "dots": 20, "full": 5}, 0, 1)
+    choice = loops._first_that_fits([layers], 0)
+    assert (choice.unrolled, choice.remat) == (unrolled, remat)
