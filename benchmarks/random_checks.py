@@ -174,10 +174,12 @@ class Check:
         args = self.trained(params), collections, batch, *units
         return reference(params, *args, train=train, keys=keys)
 
-    def units(self, program: Any) -> tuple[np.ndarray, int]:
-        """Returns the example numbers of each unit, and the number of devices of the batch."""
-        size, minibatches = self.row["batch"], program.num_minibatches
-        devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
+    def units(self, program: Any, size: int) -> tuple[np.ndarray, int]:
+        """Returns the example numbers of each unit, and the number of devices, of `size` examples.
+
+        The program, or each replica of DiLoCo, takes the examples in a step.
+        """
+        minibatches, devices = program.num_minibatches, _devices_of(program)
         numbers = np.arange(size).reshape(devices, minibatches, -1)
         has_masks = self._has_masks(program)
         of_device = has_masks or self.row["fields"].get("norm") == "batch" or self.is_grouped
@@ -313,7 +315,8 @@ class Check:
         batch, what = self.batches[number], f"step {number}"
         broken = _with_nan(batch) if self.row["nan_at"] and number == 1 else None
         params, collections = self.whole(program, state)
-        residuals, units, keys = _residuals(state, params), self.units(program), None
+        residuals, keys = _residuals(state, params), None
+        units = self.units(program, self.row["batch"])
         if has_masks := self._has_masks(program):
             keys = keys_of_step(program, state.rng, is_manual=self.is_manual)
         state, metrics = program.train_step(state, broken or batch)
@@ -339,7 +342,7 @@ class Check:
         allowance = self.allowance(program, adds_residuals=bool(residuals))
         answer = functools.partial(self.answer, batch=batch, units=units)
         expected = answer(params, collections, keys=keys)
-        if self._diverges(what, grads, expected):
+        if self.diverges(what, grads, expected):
             return state
         by_chance = None
         if self.has_dropout and not has_masks:
@@ -357,7 +360,7 @@ class Check:
         optimizer.check(what, params, grads, after)
         return state
 
-    def _diverges(self, what: str, grads: Mapping[str, Any], expected: Answer) -> bool:
+    def diverges(self, what: str, grads: Mapping[str, Any], expected: Answer) -> bool:
         """Returns whether gradients are not finite; they must be so on one device too."""
         found, wanted = (
             {path for path, g in each.items() if not np.isfinite(np.float32(g)).all()}
@@ -413,9 +416,13 @@ class Check:
         if self.row["loss"] == "coupled":
             units = np.arange(self.row["batch"])[None], 1
         elif self.is_grouped:
-            devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
-            devices = devices if self.is_manual else 1
-            units = np.arange(self.row["batch"]).reshape(devices, -1), devices
+            devices = _devices_of(program) if self.is_manual else 1
+            numbers = np.arange(self.row["batch"]).reshape(devices, -1)
+            if "stage" in program.mesh.shape:  # A pipeline evaluates as many microbatches as fit.
+                each, most = numbers.shape[1], program.num_minibatches
+                fitting = max(n for n in range(1, most + 1) if each % n == 0)
+                numbers = numbers.reshape(devices * fitting, -1)
+            units = numbers, devices
         expected = self.answer(params, collections, batch, units=units, train=False)
         allowance = self.allowance(program, adds_residuals=False)
         allowance.check_metrics("evaluation", metrics, expected.metrics)
@@ -427,6 +434,11 @@ class Check:
             ulp = float(jnp.finfo(found[path].dtype).eps)
             if not np.allclose(x, e, rtol=4 * ulp, atol=4 * ulp * np.abs(e).max(initial=0)):
                 raise WrongError(f"average: {path} is off {np.abs(x - e).max():.3g}")
+
+
+def _devices_of(program: Any) -> int:
+    """Returns the number of parts in which devices take a batch."""
+    return math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
 
 
 def _with_nan(batch: Any) -> Any:

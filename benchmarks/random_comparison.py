@@ -133,7 +133,8 @@ class Allowance:
             allowed = rtol * max(abs(total), abs(count)) + 1e-6
             allowed += by_chance[1] if by_chance else 0
             of_count = rtol if self.has_learned_counts else 1e-5
-            if abs(got[1] - count) > of_count * abs(count) or not abs(got[0] - total) <= allowed:
+            is_same = got[0] == total or abs(got[0] - total) <= allowed  # Both may be infinite.
+            if abs(got[1] - count) > of_count * abs(count) or not is_same:
                 raise WrongError(f"{what}: metric {name} is {got}, one device's {(total, count)}")
 
     def check_norms(self, what: str, metrics: Any, grads: Arrays, after: Arrays) -> None:

@@ -47,9 +47,11 @@ def check_replicas(check: Any, program: Any) -> None:
             mine = common | {path: x[replica] for path, x in own.items()}
             its = {path: x[replica] for path, x in grads.items()}
             piece = jax.tree.map(lambda x, part=part: x[part], batch)
-            units = np.arange(len(part))[:, None], 1
+            units = check.units(program.outer.inner, len(part))
             expected = check.answer(mine, collections, piece, units=units)
             named = f"{what} of replica {replica}"
+            if check.diverges(named, its, expected):
+                return
             if not check.has_dropout and not check.has_statistics:
                 moved_params = allowance.moved(mine)
                 noisy = check.answer(moved_params, collections, piece, units=units)
