@@ -50,7 +50,9 @@ def check_replicas(check: Any, program: Any) -> None:
             units = check.units(program.outer.inner, len(part))
             expected = check.answer(mine, collections, piece, units=units)
             named = f"{what} of replica {replica}"
-            if check.diverges(named, its, expected):
+            got = {path: x[replica] for path, x in after.items()}
+            kept = ({}, {}) if meets or divided else ({p: mine[p] for p in got}, got)
+            if check.diverges(named, its, expected, kept):
                 return
             if not check.has_dropout and not check.has_statistics:
                 moved_params = allowance.moved(mine)
@@ -61,7 +63,6 @@ def check_replicas(check: Any, program: Any) -> None:
             counts.append(expected.metrics["loss"][1])
             totals.append(expected.metrics["loss"][0])
             if not meets and not divided:
-                got = {path: x[replica] for path, x in after.items()}
                 optimizers[replica].compare(named, mine, got, new)
         seen += counts
         total, count = map(float, metrics["loss"])
