@@ -15,7 +15,7 @@ import flax.linen as nn
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, is_axis_bound
-from manualpar.core.model.sown_values import recording_sows, without_sown
+from manualpar.core.model.sown_values import SownPath, recording_sows, without_sown
 from manualpar.core.trees import Batch, Variables
 
 # -------------------------------------------------------------------------------------------------
@@ -196,6 +196,15 @@ class ModelInterface(abc.ABC):
         """Returns `init_args` that call the model as a loss does; `None` if they are not needed."""
         del loss_fn, batch
         return None
+
+    @property
+    def may_hold_sown(self) -> bool:
+        """Whether the variables may have values that calls of the model left there by `sow`."""
+        return False
+
+    def without_sown(self) -> tuple[Self, frozenset[SownPath]]:
+        """Returns the model without such values, and their paths, after a trace of its calls."""
+        return self, frozenset()
 
     def check(self, trace: Callable[["ModelInterface"], None]) -> None:
         """Refuses a model that would compute wrong results on the mesh.
