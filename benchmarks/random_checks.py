@@ -356,7 +356,7 @@ class Check:
         else:
             kept = _residuals(state, params)
             sums = {p: g + kept[p] - residuals[p] if p in kept else g for p, g in grads.items()}
-            noisy = answer(allowance.moved(params), collections, keys=keys)
+            noisy = [answer(x, collections, keys=keys) for x in allowance.moved(params)]
             allowance.check_gradients(what, sums, expected, noisy)
             self._check_variables(what, program, collections, variables, expected, allowance)
         allowance.check_metrics(what, metrics, expected.metrics, by_chance=by_chance)

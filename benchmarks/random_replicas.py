@@ -55,8 +55,8 @@ def check_replicas(check: Any, program: Any) -> None:
             if check.diverges(named, its, expected, kept):
                 return
             if not check.has_dropout and not check.has_statistics:
-                moved_params = allowance.moved(mine)
-                noisy = check.answer(moved_params, collections, piece, units=units)
+                near = allowance.moved(mine)
+                noisy = [check.answer(x, collections, piece, units=units) for x in near]
                 allowance.check_gradients(named, its, expected, noisy)
             new = optimizers[replica].updated(mine, its)
             moved.append(new)

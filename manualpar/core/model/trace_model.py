@@ -854,14 +854,16 @@ def trace_model(
         check_shapes({name: tree for name, tree in variables.items() if name != "params"})
         raise
     check_shapes(tracer.collections)
-    if any(x.may_hold_sown for x in (interface, *(finder.interface for finder in finders.values()))):
+    interfaces = interface, *(finder.interface for finder in finders.values())
+    if any(x.may_hold_sown for x in interfaces):
         tracer.trace_as_on_one_device(tuple(finders.values()))
-        rest, found = interface.without_sown()
-        others_rest = {name: finder.interface.without_sown() for name, finder in finders.items()}
-        if found or any(paths for _, paths in others_rest.values()):
+        (rest, found), *others_rest = (x.without_sown() for x in interfaces)
+        if found or any(paths for _, paths in others_rest):
             anew = {
-                name: model if isinstance(model, OtherModel) else others_rest[name][0]
-                for name, model in options["other_models"].items()
+                name: given if isinstance(given, OtherModel) else other
+                for (name, given), (other, _) in zip(
+                    options["other_models"].items(), others_rest, strict=True
+                )
             }
             return trace_model(
                 strategy,
