@@ -44,12 +44,6 @@ _REFUSE = """\
 raise ModuleNotFoundError(
         "manualpar is missing, and no package index has it: run pip install -e . in a checkout."
     )"""
-_WORK = """
-# The code below writes to this folder.
-import os, tempfile
-
-os.environ.setdefault("WORK", tempfile.mkdtemp())
-"""
 
 
 def notebook_pages() -> list[str]:
@@ -120,8 +114,7 @@ def _preparation(text: str, name: str, repository: str) -> str:
     requirement = f'"manualpar{extras} @ git+{repository}"'
     packages = " ".join([requirement, *PACKAGES.get(name, "").split()])
     install = f"%pip install --quiet {packages}" if repository else _REFUSE
-    needs_folder = re.search(r"os\.environ\[.WORK.\]", text)
-    return (_INSTALL.format(install=install) + (_WORK if needs_folder else "")).strip()
+    return _INSTALL.format(install=install).strip()
 
 
 def _text_cells(text: str) -> list[dict[str, object]]:

@@ -4,13 +4,12 @@
     python -m docs.run docs/three_modes.md --check    # fails if the page shows other output
     python -m docs.run docs/three_modes.md --write    # writes the output into the page
 
-A page is a Markdown file. Its blocks of `python` run one after the other in one program. Its blocks
-of `bash` run in the root folder of the repository. The environment variable `WORK` names an empty
-folder to which both may write. If a block of `text` follows a block that runs, it shows the output
-of that block. In it, `...` stands for any text. `--write` does not change a block of `text` that
-matches the output, so its `...` stays. The code of a page must draw the page's pictures: it writes
-each to `$WORK`, under the name that the picture has in the page. Pictures in `measured/` are not
-drawn, because they show finished measurements.
+A page is a Markdown file. Its blocks of `python` run one after the other in one program, and its
+blocks of `bash` each in a shell, all of them in one empty folder. If a block of `text` follows a
+block that runs, it shows the output of that block. In it, `...` stands for any text. `--write` does
+not change a block of `text` that matches the output, so its `...` stays. The code of a page must
+draw the page's pictures: it writes each to this folder, under the name that the picture has in the
+page. Pictures in `measured/` are not drawn, because they show finished measurements.
 """
 
 import argparse
@@ -106,14 +105,23 @@ def run_blocks(page: Path, work: Path) -> Iterator[tuple[Block, str]]:
       subprocess.CalledProcessError: A block of `bash` failed.
       Exception: Any error that a block of `python` raises.
     """
-    environment = {**os.environ, "WORK": str(work), "PATH": _path_of_this_python()}
-    os.environ["WORK"] = str(work)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PATH": _path_of_this_python(), "PYTHONPATH": os.pathsep.join(paths)}
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in read_blocks(page.read_text()):
+    blocks = read_blocks(page.read_text())
+    with contextlib.chdir(work):
+        yield from _run(blocks, page, os.environ | environment, namespace)
+
+
+def _run(
+    blocks: list[Block], page: Path, environment: dict[str, str], namespace: dict[str, Any]
+) -> Iterator[tuple[Block, str]]:
+    """Runs blocks in the current folder, see `run_blocks`."""
+    for block in blocks:
         if block.language == "bash":
             command = ["bash", "-euo", "pipefail", "-c", block.code]
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+                command, env=environment, stdout=subprocess.PIPE, text=True, check=True
             )
             yield block, done.stdout
             continue
@@ -138,8 +146,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{flags.page}: {error}")
     with tempfile.TemporaryDirectory() as work:
         written = []
-        for block, printed in run_blocks(flags.page, Path(work)):
-            printed = printed.replace(work, "$WORK")
+        for block, printed in run_blocks(flags.page.resolve(), Path(work)):
+            printed = printed.replace(work, "...")
             if not flags.check:
                 print("\n".join(f"> {line}" for line in block.code.splitlines()))
                 print(printed, end="", flush=True)
@@ -151,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
                 _print_difference(f"{flags.page}:{block.line}", block.shown, printed)
         drawn = [Path(work) / Path(name).name for name in _PICTURE.findall(text)]
         for picture in (picture for picture in drawn if not picture.exists()):
-            print(f"{flags.page}: no block writes $WORK/{picture.name}", file=sys.stderr)
+            print(f"{flags.page}: no block writes {picture.name}", file=sys.stderr)
             failures += 1
         if flags.write:
             for (start, end), printed in reversed(written):

@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 USAGE_EXIT_CODE = 2
@@ -23,6 +23,8 @@ UNREADY_EXIT_CODE = 7  # `manualpar doctor --cluster`: a run on these hosts woul
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
 # JAX adds a note about the shortened traceback to errors. The note contains this word.
 JAX_NOTE = "JAX_TRACEBACK_FILTERING"
+# From this ratio of `difflib` on, two names are near each other: `pd` and `dp`, not `zz` and `dp`.
+NEAR = 0.5
 OUR_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "experiments")
 # An argument in a message: its name, and a value if it has one.
 _ARGUMENT = re.compile(r"`(\w+)((?:=[^`]*)?)`")
@@ -52,14 +54,25 @@ def _is_inside(path: str, *folders: Path) -> bool:
     return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Finds the name in `known` that is most like `name`, as a whole or in its last dotted part."""
+def suggest(
+    name: str, known: Iterable[str], *, show: Callable[[str], str] = repr, otherwise: str = ""
+) -> str:
+    """Writes a clause with the name in `known` that is most like `name`.
+
+    Names are compared by their last dotted part, and as a whole if the parts before it differ. The
+    clause is such as `"; the nearest one is 'fsdp'"`, where `show` formats the name. If no name is
+    near, it is `otherwise`.
+    """
 
     def likeness(candidate: str) -> float:
-        pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
+        (group, _, last), (other, _, part) = name.rpartition("."), candidate.rpartition(".")
+        pairs = [(last, part)] + ([(name, candidate)] if group != other else [])
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-    return max(sorted(known), key=likeness)
+    near = max(sorted(known), key=likeness, default=None)
+    if near is None or likeness(near) < NEAR:
+        return otherwise
+    return f"; the nearest one is {show(near)}"
 
 
 @contextlib.contextmanager

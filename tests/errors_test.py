@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from manualpar import make_mesh
-from manualpar.errors import describe_mistake, nearest
+from manualpar.errors import describe_mistake, suggest
 from manualpar.training.config_fields import FIELDS
 
 
@@ -55,4 +55,9 @@ def test_what_the_package_refuses_needs_no_line():
     ],
 )
 def test_the_nearest_name_is_found_by_its_last_part_too(name, expected):
-    assert nearest(name, FIELDS) == expected
+    assert suggest(name, FIELDS) == f"; the nearest one is {expected!r}"
+
+
+def test_a_name_is_suggested_only_if_it_is_near():
+    assert suggest("zzz", FIELDS) == suggest("zzz", ()) == ""
+    assert suggest("zzz", FIELDS, otherwise="; all are listed") == "; all are listed"

@@ -28,15 +28,21 @@ from manualpar.commands.results import users_mistakes
 from manualpar.errors import (
     USAGE_EXIT_CODE,
     UsageError,
-    nearest,
     print_error,
+    suggest,
 )
 from manualpar.strategies import Field, strategy_kinds
 from manualpar.system.cluster import WAIT_SECONDS
 from manualpar.system.reports.help_text import fill, list_flags, print_help, wrap_text
 from manualpar.system.storage import AnyPath, BucketPath, user_path
 from manualpar.training.checkpoints.compatibility import REMOVED
-from manualpar.training.config import fields_of, find_config, flatten_config, load_config
+from manualpar.training.config import (
+    ALL_FIELDS,
+    fields_of,
+    find_config,
+    flatten_config,
+    load_config,
+)
 from manualpar.training.config_fields import FIELDS, MODEL_FIELDS
 from manualpar.training.imported_model import fill_from_hf
 
@@ -179,14 +185,12 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
         if field in REMOVED and field not in values:
             raise UsageError(f"{argument}: {field} was removed: {REMOVED[field][1]}; leave it out.")
         if field not in groups | entries:
-            near = nearest(field, values.keys() | entries)
-            mend = ""
-            if (name := field.rpartition(".")[0]) in dicts:
-                mend = f"; to change the entries, set the complete dict, as in {EXAMPLES[name]}"
-            raise UsageError(
-                f"{argument}: the config has no field {field!r}; the nearest one is "
-                f"--config.{near}{mend}."
+            mend = suggest(
+                field, values.keys() | entries, show="--config.{}".format, otherwise=ALL_FIELDS
             )
+            if (name := field.rpartition(".")[0]) in dicts:
+                mend += f"; to change the entries, set the complete dict, as in {EXAMPLES[name]}"
+            raise UsageError(f"{argument}: the config has no field {field!r}{mend}.")
 
 
 @contextlib.contextmanager
@@ -237,6 +241,7 @@ def translate(
     renamed: Mapping[str, str] | None = None,
     positional: str = "config",
     fields: Collection[str] = (),
+    typed: dict[str, str] | None = None,
 ) -> list[str]:
     """Translates the arguments of a command, without the program's name.
 
@@ -247,6 +252,7 @@ def translate(
       positional: The flag that the arguments before the first flag are values of. Only `config`
         may have several.
       fields: The fields of a config that only this command has.
+      typed: Gets the name that was typed for each translated flag, for messages.
     """
     renamed = renamed or {}
     given = list(arguments)
@@ -265,16 +271,36 @@ def translate(
         name = renamed.get(name, name)
         if name == MESH and MESH not in flags:
             mesh = parse_mesh(value[1:] if value else next(rest, ""))
-            translated.append(f"--config.parallel.mesh={mesh}")
-        elif name in flags:
-            translated.append(f"--{name}{value}")
+            flag, value = "--config.parallel.mesh", f"={mesh}"
         elif name.startswith("no_") and name[3:] in switches:
-            translated.append(f"--no{name[3:]}{value}")
-        elif name in fields or _is_field(name):
-            translated.append(f"--config.{name}{value}")
+            if value:
+                raise UsageError(f"{argument}: expected {match[1]}{match[2]} without a value.")
+            flag = f"--no{name[3:]}"
+        elif name not in flags and (name in fields or _is_field(name)):
+            flag = f"--config.{name}"
         else:
-            translated.append(f"--{name}{value}")
+            flag = f"--{name}"
+        translated.append(f"{flag}{value}")
+        if typed is not None:
+            typed[flag] = match[1] + match[2]
     return translated
+
+
+@contextlib.contextmanager
+def _naming_typed(typed: Mapping[str, str]) -> Iterator[None]:
+    """Names flags in an error's message as they were typed; `typed` is that of `translate`.
+
+    Fields that the message suggests have the short form, unless the long one was typed.
+    """
+    try:
+        yield
+    except UsageError as error:
+        message = str(error)
+        for flag, name in typed.items():
+            message = re.sub(rf"(?<![\w-]){re.escape(flag)}(?![\w.])", name, message)
+        if not any(name.lstrip("-").startswith("config.") for name in typed.values()):
+            message = re.sub(r"(?<![\w-])--config\.(?=\w)", "--", message)
+        raise UsageError(message) from error
 
 
 def _is_field(name: str) -> bool:
@@ -497,6 +523,7 @@ def parse_command_line(
     new object.
     """
     flags = syntax.flags
+    typed: dict[str, str] = {}
     arguments = translate(
         argv[1:],
         flags=flags,
@@ -504,8 +531,20 @@ def parse_command_line(
         renamed=syntax.renamed,
         positional=syntax.positional,
         fields=syntax.fields,
+        typed=typed,
     )
-    argv = [*argv[:1], *arguments]
+    with _naming_typed(typed):
+        return _parse([*argv[:1], *arguments], default_config, syntax, flag_values)
+
+
+def _parse(
+    argv: Sequence[str],
+    default_config: str | Path,
+    syntax: Syntax,
+    flag_values: absl_flags.FlagValues | None,
+) -> CommandLine:
+    """Parses translated arguments, see `parse_command_line`."""
+    flags = syntax.flags
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
     absl_flags.DEFINE_multi_string("config", [], CONFIG_HELP, flag_values=flag_values)
     define = {
@@ -563,9 +602,13 @@ def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
             if name in syntax.refused:
                 raise UsageError(f"--{name} is not a flag of this command: {syntax.refused[name]}.")
             fields = {*FIELDS, *_MODEL_FIELDS, *syntax.fields}
-            near = nearest(name, {*syntax.flags, MESH, "config", *fields})
-            shown = near.replace("_", "-") if near in syntax.flags else near
-            raise UsageError(f"--{name} is not a known flag; the nearest one is --{shown}.")
+            near = suggest(
+                name,
+                {*syntax.flags, MESH, "config", *fields},
+                show=lambda x: f"--{x.replace('_', '-') if x in syntax.flags else x}",
+                otherwise="; --help lists all",
+            )
+            raise UsageError(f"--{name} is not a known flag{near}.")
         if not is_override and not takes_value:
             raise UsageError(
                 f"{argument!r} is not understood, expected flags such as --config.seed=1."

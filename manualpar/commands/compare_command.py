@@ -40,7 +40,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
 from manualpar.core.state.train_state import Batch
 from manualpar.data import train_batch
-from manualpar.errors import nearest
+from manualpar.errors import suggest
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
@@ -461,8 +461,7 @@ def _check_pairs(pairs: Any) -> list[tuple[str, str]]:
             if part not in known:
                 raise ValueError(
                     f"config.pairs contains {pair!r}, expected a {what} that is one of "
-                    f"{', '.join(map(repr, known))}; the nearest one is "
-                    f"{nearest(str(part), known)!r}."
+                    f"{', '.join(map(repr, known))}{suggest(str(part), known)}."
                 )
         if pairs.count(pair) > 1:
             raise ValueError(f"config.pairs contains {pair!r} twice, expected each pair once.")

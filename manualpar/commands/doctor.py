@@ -2,7 +2,7 @@
 
     manualpar doctor                 # this machine
     manualpar doctor fsdp_lm         # and whether this config would run on it
-    manualpar launch --processes=2 -- manualpar doctor
+    manualpar launch --processes=2 manualpar doctor
     srun manualpar doctor --cluster --workdir=/shared/runs   # every host of a cluster
 
 It prints versions, settings, devices, and the links between the devices. For NVIDIA GPUs it says
@@ -46,7 +46,6 @@ from manualpar.core.mesh.mesh import describe_links, make_mesh
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import Batch
 from manualpar.errors import (
-    MODULES,
     TRAIN,
     UNREADY_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -78,6 +77,8 @@ from manualpar.system.storage.compilation_cache import check_compilation_cache
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy")
 SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREADS$")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
+# A requirement of an extra: `jax[tpu]>=0.10; extra == "tpu"`.
+REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,.-]+)\])?.*extra == ["']([\w.-]+)["']""")
 WITHIN = "all devices within one host"
 HELP = {"--help", "-help", "-h", "--helpshort"}
 DEVICES_HELP = "The number of CPU devices to simulate."
@@ -110,15 +111,27 @@ def software_facts() -> Iterator[Fact]:
     if libtpu := _version("libtpu"):
         yield Fact("libtpu", libtpu)
     yield from itertools.starmap(Fact, nvidia_facts())
-    for extra in dict.fromkeys(extra for extra, _ in MODULES.values()):
-        names = [
-            package for extra_of_module, package in MODULES.values() if extra_of_module == extra
-        ]
-        shown = ", ".join(f"{name} {_version(name) or '-'}" for name in names)
+    for extra, packages in _extras("manualpar").items():
+        shown = ", ".join(f"{name} {_version(name) or '-'}" for name in packages)
         yield Fact(f"extra {extra}", shown)
     for name, value in sorted(os.environ.items()):
         if SETTINGS.match(name):
             yield Fact(name, "(set)" if SECRET.search(name) else value)
+
+
+def _extras(distribution: str) -> dict[str, list[str]]:
+    """Returns the packages of each extra of a distribution, without those of its other extras."""
+    found: dict[str, list[str]] = {}
+    for requirement in importlib.metadata.requires(distribution) or ():
+        if not (match := REQUIREMENT.match(requirement)):
+            continue
+        package, inner, extra = match.groups()
+        names = found.setdefault(extra, [])
+        if package in PACKAGES:  # jax[tpu] stands for the packages of this extra.
+            names += _extras(package).get(inner, ()) if package != distribution else ()
+        else:
+            names.append(package)
+    return {extra: names for extra, names in found.items() if names}
 
 
 def device_facts() -> Iterator[Fact]:
@@ -178,6 +191,8 @@ def main(argv: Sequence[str]) -> int:
                 is_wrong |= fact.is_wrong
                 if cluster.is_main:
                     print(f"{fact.name + ':':26s} {fact.value}", flush=True)
+    except BrokenPipeError:
+        raise  # `manualpar.commands.main` ends quietly.
     except NotMetError as error:
         print_error(error)
         return LOST_PROCESS_EXIT_CODE

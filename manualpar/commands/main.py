@@ -16,9 +16,9 @@ from manualpar.errors import (
     USAGE_EXIT_CODE,
     MissingExtraError,
     UsageError,
-    nearest,
     print_error,
     require,
+    suggest,
 )
 from manualpar.system.reports.help_text import fill
 
@@ -58,6 +58,10 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "compare": Command(
         "Compares strategies and modes of one config.", "manualpar.commands.compare_command:main"
+    ),
+    "compare-runs": Command(
+        "Compares runs: losses, speed, memory, and what was set.",
+        "manualpar.commands.compare_runs_command:main",
     ),
     "generate": Command(
         "Answers prompts with a trained model.", "manualpar.commands.generate_command:main"
@@ -144,6 +148,5 @@ def _command(name: str) -> Command:
     if name in COMMANDS:
         return COMMANDS[name]
     raise UsageError(
-        f"{name!r} is not a command; the nearest one is {nearest(name, COMMANDS)!r}, and "
-        "`manualpar --help` lists all."
+        f"{name!r} is not a command{suggest(name, COMMANDS)}; `manualpar --help` lists all."
     )

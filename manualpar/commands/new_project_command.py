@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from manualpar.errors import USAGE_EXIT_CODE, UsageError, print_error
+from manualpar.errors import MODULES, TRAIN, USAGE_EXIT_CODE, UsageError, print_error
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage.untrusted import write_file
 
@@ -26,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
         print_error(error)
         return USAGE_EXIT_CODE
     print(f"{flags.folder}: {', '.join(names)}")
+    needed = " ".join([*(MODULES[module][1] for module in TRAIN), "pytest"])
+    print(f"it needs: pip install {needed}")
     print(f"next: cd {flags.folder}; python train.py; python -m pytest")
     return 0
 

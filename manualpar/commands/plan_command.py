@@ -22,7 +22,7 @@ from manualpar.commands.results import (
     write_json,
 )
 from manualpar.core.modes.layer_loops import planned_memory
-from manualpar.errors import UsageError, nearest
+from manualpar.errors import UsageError, suggest
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import STRATEGIES, check_closed_form
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
@@ -131,8 +131,8 @@ def _refine(line: CommandLine) -> None:
     flags = line.flags
     if flags.compiler not in COMPILERS:
         raise UsageError(
-            f"--compiler={flags.compiler}: expected one of {', '.join(COMPILERS)}; the nearest one "
-            f"is {nearest(flags.compiler, COMPILERS)}."
+            f"--compiler={flags.compiler}: expected one of {', '.join(COMPILERS)}"
+            f"{suggest(flags.compiler, COMPILERS, show=str)}."
         )
     alone = [name for name in SEARCHES if getattr(flags, name)]
     if len(alone) > 1:

@@ -39,7 +39,7 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.mixture import MixedSplit
 from manualpar.data.packing import PackedSplit
-from manualpar.errors import nearest
+from manualpar.errors import suggest
 
 OURS = (ArraySplit, TokenSplit, PackedSplit, MixedSplit)
 NAMES = {"validation": "eval", "valid": "eval", "val": "eval"}
@@ -251,9 +251,9 @@ def as_dataset(data: Any) -> Dataset:
     splits = {NAMES.get(name, name): split for name, split in splits.items()}
     if unknown := [name for name in splits if name not in SPLITS]:
         raise ValueError(
-            f"data has {unknown[0]!r}, expected the splits 'train', 'eval' and 'test'; the nearest "
-            f"one is {nearest(str(unknown[0]), SPLITS)!r}. A single batch is data={{'train': "
-            "[batch]}; arrays of all examples have the same length."
+            f"data has {unknown[0]!r}, expected the splits 'train', 'eval' and 'test'"
+            f"{suggest(str(unknown[0]), SPLITS)}. A single batch is data={{'train': [batch]}}; "
+            "arrays of all examples have the same length."
         )
     if splits.get("train") is None:
         raise ValueError(f"data has {list(splits)}, expected 'train' among them.")

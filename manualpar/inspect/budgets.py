@@ -30,7 +30,6 @@ error. A name that matches nothing in the step is an error too, because its limi
 exceeded.
 """
 
-import difflib
 import math
 import re
 import tomllib
@@ -40,7 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.core.tracing.scopes import REGATHER, SCOPES
-from manualpar.errors import UsageError
+from manualpar.errors import UsageError, suggest
 from manualpar.inspect.ledger_difference import NOTHING, Json, name_module, sent_by, totals
 from manualpar.inspect.scope_parsing import OTHER
 
@@ -160,10 +159,8 @@ def parse_budgets(text: str, source: object) -> dict[str, Budget]:
 def budget_for(budgets: Mapping[str, Budget], name: str, source: object) -> Budget:
     """Returns the budget of the program `name`; raises a `BudgetError` if `source` has none."""
     if name not in budgets:
-        nearest = f"; the nearest one is [{_nearest(name, budgets)}]" if budgets else ""
-        raise BudgetError(
-            f"{source} has no budget [{name}]{nearest}. Write one with --write_budget."
-        )
+        near = suggest(name, budgets, show="[{}]".format)
+        raise BudgetError(f"{source} has no budget [{name}]{near}. Write one with --write_budget.")
     return budgets[name]
 
 
@@ -279,8 +276,8 @@ def _read_amount(quantity: str, value: Any, where: str) -> int:
 def _check_key(key: str, known: tuple[str, ...], where: str) -> None:
     if key not in known:
         raise BudgetError(
-            f"{where} {key} is not a known key, expected one of {', '.join(known)}; the nearest "
-            f"one is {_nearest(key, known)}."
+            f"{where} {key} is not a known key, expected one of {', '.join(known)}"
+            f"{suggest(key, known, show=str)}."
         )
 
 
@@ -300,8 +297,7 @@ def _too_many(budget: Budget, key: BudgetKey, name: str, amount: int, ledger: Js
 def _no_such_name(key: BudgetKey, measured: Iterable[BudgetKey]) -> str:
     kind = {"purposes": "purpose", "axes": "axis", "modules": "module"}[key.group]
     known = {found.name for found in measured if found.group == key.group}
-    near = f"; the nearest one is {quoted(_nearest(key.name, known))}" if known else ""
-    return f"the step has no {kind} {quoted(key.name)}{near}."
+    return f"the step has no {kind} {quoted(key.name)}{suggest(key.name, known, show=quoted)}."
 
 
 def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
@@ -352,10 +348,6 @@ def _most_of_it(by_name: Mapping[str, int]) -> str:
 def _largest_first(by_name: Mapping[str, int]) -> list[tuple[str, int]]:
     found = [(name, amount) for name, amount in by_name.items() if amount]
     return sorted(found, key=lambda item: (-item[1], item[0]))
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    return max(sorted(known), key=lambda x: difflib.SequenceMatcher(None, name, x).ratio())
 
 
 # -------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 This module also counts trained and frozen parameters, and the bytes that a step sends for them.
 """
 
-import difflib
+import io
 import math
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.core.trees import path_name
+from manualpar.errors import suggest
 from manualpar.inspect.communication import Collective, as_number, total_bytes
 
 GRADIENTS = (SCATTER_SCOPE, REDUCE_SCOPE)
@@ -149,11 +151,9 @@ def draw_sharding(params: Any, path: str = ALL) -> None:
     """
     leaves = {path_name(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(params)}
     if path != ALL and path not in leaves:
-        near = difflib.get_close_matches(path, leaves, n=1, cutoff=0)
-        nearest = f"; the nearest one is {near[0]!r}" if near else ""
         raise ValueError(
-            f"draw_sharding: path is {path!r}, expected the path of a parameter, or "
-            f"{ALL!r}{nearest}."
+            f"draw_sharding: path is {path!r}, expected the path of a parameter, or {ALL!r}"
+            f"{suggest(path, leaves)}."
         )
     for name in leaves if path == ALL else [path]:
         _draw(name, leaves[name])
@@ -229,6 +229,14 @@ class FittedTable(Table):
     `console.print(table, soft_wrap=True)`: otherwise a console cuts off longer lines. So without
     `soft_wrap` the table breaks words if it is too wide.
     """
+
+    def __str__(self) -> str:
+        """Returns the table as text, as wide as the terminal."""
+        width = shutil.get_terminal_size((120, 24)).columns
+        console = Console(file=io.StringIO(), width=width)
+        with console.capture() as captured:
+            console.print(self, soft_wrap=True)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Renders the table with the widths that fit."""

@@ -22,7 +22,6 @@ speed keeps a round number for its products, and its `calibration` says so.
 """
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +34,7 @@ from manualpar.core.tracing.scopes import (
     PRODUCTS_COUNTED,
     blocks_computed,
 )
+from manualpar.errors import suggest
 from manualpar.inspect.compiled import Instruction, Instructions, array_bytes, arrays
 from manualpar.inspect.flops import flops_of, product_dtype
 from manualpar.layers.attention.causal_attention import Device
@@ -283,9 +283,8 @@ def chip_named(name: str) -> Chip:
     """Returns the chip of a name such as `v5p`; for an unknown name, raises a `ValueError`."""
     chips = {chip.name: chip for chip in CHIPS}
     if name not in chips:
-        near = difflib.get_close_matches(name, chips, n=1)
-        hint = f"; the nearest one is {near[0]!r}" if near else ""
-        raise ValueError(f"chip {name!r} is not known, expected one of {', '.join(chips)}{hint}.")
+        near = suggest(name, chips)
+        raise ValueError(f"chip {name!r} is not known, expected one of {', '.join(chips)}{near}.")
     return chips[name]
 
 

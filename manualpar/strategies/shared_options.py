@@ -1,5 +1,8 @@
 """Explains and checks the options that several strategies have."""
 
+import inspect
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -19,7 +22,7 @@ from manualpar.core.model.options import (
     with_defaults,
 )
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.placement import check_named
+from manualpar.core.parameters.placement import TOO_SMALL, check_named
 from manualpar.core.program.program import Program
 from manualpar.strategies.build import build_checked
 
@@ -132,9 +135,13 @@ def build_sharded(
     """Builds the program of a strategy that takes some of the options in this file.
 
     Args:
-      strategy: Makes the strategy from the options in `own`.
-      own: The options that `strategy` takes, such as `STATE_SHARDING`.
+      strategy: Makes the strategy from the options in `own`: from all of them if it takes
+        `**placing`, otherwise from those that it names. The builder then refuses the others.
+      own: The options of such strategies, such as `STATE_SHARDING`.
     """
+    parameters = inspect.signature(strategy).parameters
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        own = {name: option for name, option in own.items() if name in parameters}
     check_options(builder, options, {**PROGRAM_OPTIONS, **own})
     values = with_defaults(options, own)
     program_options = {name: value for name, value in options.items() if name not in values}
@@ -147,7 +154,27 @@ def build_sharded(
     names = {name: values[name] for name in ("keep_gathered", "replicate") if name in values}
     infos = jax.tree.leaves(program.model.parameters)  # Those of `other_models` too.
     check_named(builder, infos, **names)
+    if values.get("min_weight_size") == STATE_SHARDING["min_weight_size"].default:
+        _warn_if_nothing_is_sharded(builder, program)
     return program
+
+
+def _warn_if_nothing_is_sharded(builder: str, program: Program) -> None:
+    """Warns that the default of `min_weight_size` leaves a small model as it is.
+
+    The default suits models that need sharding. A default that followed the model would shard more
+    or less of it when a layer is added, so that a checkpoint's layout would depend on it.
+    """
+    sizes = [math.prod(info.shape) for info, _ in program.parameters]
+    is_small = all(route.note.startswith(TOO_SMALL) for _, route in program.parameters)
+    if sizes and is_small and program.mesh.size > 1:
+        default = STATE_SHARDING["min_weight_size"].default
+        warnings.warn(
+            f"{builder}: 0 of {len(sizes)} parameters are sharded, because the largest has "
+            f"{max(sizes):,} elements and min_weight_size is {default:,}; set min_weight_size=, "
+            "for example to 1024.",
+            stacklevel=4,
+        )
 
 
 def has_one_pass(options: Mapping[str, Any]) -> bool:

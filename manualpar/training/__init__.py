@@ -10,15 +10,22 @@ from typing import TYPE_CHECKING, Any
 from manualpar.errors import TRAIN, require
 
 if TYPE_CHECKING:
+    from manualpar.training.fields import Fields
     from manualpar.training.fitting import Fit, fit
     from manualpar.training.hooks import Hook
     from manualpar.training.task import Task
 
 require("manualpar.training", *TRAIN)
 
-__all__ = ["Fit", "Hook", "Task", "fit"]
+__all__ = ["Fields", "Fit", "Hook", "Task", "fit"]
 # They are imported at their first use, because most modules of the package need none of them.
-_MODULES = {"Fit": "fitting", "Hook": "hooks", "Task": "task", "fit": "fitting"}
+_MODULES = {
+    "Fields": "fields",
+    "Fit": "fitting",
+    "Hook": "hooks",
+    "Task": "task",
+    "fit": "fitting",
+}
 
 
 def __getattr__(name: str) -> Any:

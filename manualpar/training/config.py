@@ -23,7 +23,7 @@ from typing import Any
 import ml_collections
 
 from manualpar.core.mesh.mesh import check_order
-from manualpar.errors import UsageError, nearest
+from manualpar.errors import UsageError, suggest
 from manualpar.layers.model_fields import MOST_WRITTEN_OUT
 from manualpar.strategies import strategy_kinds
 from manualpar.strategies.registry import Field
@@ -97,6 +97,10 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     return flat
 
 
+# Said in place of the nearest field if none is near.
+ALL_FIELDS = "; `manualpar train --help` lists all"
+
+
 def check_config(config: Any) -> None:
     """Checks a config against `fields_of(config)`."""
     if not isinstance(config, ml_collections.ConfigDict):
@@ -110,8 +114,8 @@ def check_config(config: Any) -> None:
     if not is_own(model := values.get("model.name", OWN)) and model not in MODEL_FIELDS:
         raise ValueError(
             f"config.model.name is {one_line(repr(model))}, expected one of "
-            f"{', '.join(map(repr, MODEL_FIELDS))}, or module:function for a model of your own; "
-            f"the nearest one is {nearest(str(model), MODEL_FIELDS)!r}."
+            f"{', '.join(map(repr, MODEL_FIELDS))}, or module:function for a model of your own"
+            f"{suggest(str(model), MODEL_FIELDS)}."
         )
     for name in fields:
         if name not in values and fields[name].default is None:
@@ -127,17 +131,15 @@ def check_config(config: Any) -> None:
         if name not in fields:
             model = values["model.name"]
             of_model = f" of a config with model.name={model!r}" if model in MODEL_FIELDS else ""
-            raise ValueError(
-                f"config.{name} is not a known field{of_model}; the nearest one is "
-                f"config.{nearest(name, fields)}."
-            )
+            near = suggest(name, fields, show="config.{}".format, otherwise=ALL_FIELDS)
+            raise ValueError(f"config.{name} is not a known field{of_model}{near}.")
         if not fields[name].allows(value):
             shown = one_line(repr(value))
             message = f"config.{name} is {shown}, expected {fields[name].expectation()}"
             if renamed := renamed_value(name, value):
                 message += f"; it is called {renamed!r} now"
             elif fields[name].choices and isinstance(value, str):
-                message += f"; the nearest one is {nearest(value, fields[name].choices)!r}"
+                message += suggest(value, fields[name].choices)
             raise ValueError(f"{message}.")
     _check_written_out(config)
     if not config.parallel.mesh:
@@ -214,9 +216,8 @@ def find_config(text: str) -> Path:
     names = dict(named_configs())
     if text not in names:
         raise UsageError(
-            f"--config={text}: there is no config of this name; the nearest one is "
-            f"{nearest(text, names)!r}, and `manualpar configs` lists all. A file of your own ends "
-            "in .py."
+            f"--config={text}: there is no config of this name{suggest(text, names)}. `manualpar "
+            "configs` lists all; a file of your own ends in .py."
         )
     return names[text]
 

@@ -32,7 +32,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.summary import as_text, describe_fields
 from manualpar.core.trees import path_name
 from manualpar.data import abstract_batch
-from manualpar.errors import nearest
+from manualpar.errors import suggest
 from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.scope_parsing import phase_of
 from manualpar.inspect.state_layout import ALL
@@ -139,7 +139,7 @@ def prepare(
     if wanted not in ("", ALL, *paths):
         raise ValueError(
             f"config.debug.draw_sharding is {wanted!r}, expected the path of a parameter, {ALL!r} "
-            f"or '' for none; the nearest one is {nearest(wanted, paths)!r}."
+            f"or '' for none{suggest(wanted, paths)}."
         )
     _check_best_metric(config, task, program)
     flops = flops_of_example(task, fine_tuned(task.model, config.model), program)
@@ -162,8 +162,7 @@ def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: P
     if wanted not in known:
         raise ValueError(
             f"config.checkpoint.best_metric is {wanted!r}, expected one of "
-            f"{', '.join(map(repr, known))} or '' for none; the nearest one is "
-            f"{nearest(wanted, known)!r}."
+            f"{', '.join(map(repr, known))} or '' for none{suggest(wanted, known)}."
         )
 
 

@@ -17,15 +17,23 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.data import BatchStream, ExampleSplit, as_dataset
 from manualpar.data.dataset import SPLITS
-from manualpar.errors import nearest
+from manualpar.errors import suggest
 from manualpar.system.cluster import Cluster, initialize
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, as_path
 from manualpar.training.agreed_facts import experiment_facts, run_facts
-from manualpar.training.config import OWN, complete_config, fields_of, flatten_config, named_config
+from manualpar.training.config import (
+    ALL_FIELDS,
+    OWN,
+    complete_config,
+    fields_of,
+    flatten_config,
+    named_config,
+)
 from manualpar.training.division import read_earlier
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import prepare
+from manualpar.training.fields import Fields
 from manualpar.training.memory_check import check_fits
 from manualpar.training.monitoring.progress import make_console, show_tracing
 from manualpar.training.run import run
@@ -65,7 +73,7 @@ def fit(
     loss_fn: LossFn,
     data: Any,
     optimizer: optax.GradientTransformation | None = None,
-    config: Mapping[str, Any] | ml_collections.ConfigDict | None = None,
+    config: Fields | Mapping[str, Any] | ml_collections.ConfigDict | None = None,
     hooks: Sequence[Any] = (),
     *,
     steps: int | None = None,
@@ -92,9 +100,10 @@ def fit(
         number, or batches in order, see `manualpar.data.as_dataset`.
       optimizer: An optax optimizer; by default the one that the config describes.
       config: Values of config fields by dotted name, such as `{"training.num_steps": 100,
-        "parallel.mesh": {"data": 2, "model": 4}}`, or a complete config. Other fields have the
-        values of `configs/own.py`. Fields of your own, in the groups `model` and `data`, are stored
-        with the run; a run that resumes must have the same.
+        "parallel.mesh": {"data": 2, "model": 4}}`, or a complete config. An editor completes the
+        names, and a type checker sees a misspelt one in a dict of the type `Fields`. Other fields
+        have the values of `configs/own.py`. Fields of your own, in the groups `model` and `data`,
+        are stored with the run; a run that resumes must have the same.
       hooks: Objects with methods of `manualpar.training.hooks.Hook`.
       steps: The field `training.num_steps`; this and the next four are short for the fields in
         `FIELD_OF`.
@@ -190,8 +199,7 @@ def _describe_misspelt(name: str) -> str:
     mends = {field: f"config={{{field!r}: ...}}" for field in fields_of(_fill({}))}
     mends |= {field: f"{short}=" for short, field in FIELD_OF.items()}
     mends |= {argument: f"{argument}=" for argument in arguments}
-    mend = mends[nearest(name, mends)]
-    return f"fit has no argument {name!r}; the nearest one is {mend}."
+    return f"fit has no argument {name!r}{suggest(name, mends, show=mends.__getitem__)}."
 
 
 def _with_short(given: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +217,7 @@ def _with_short(given: dict[str, Any], short: Mapping[str, Any]) -> dict[str, An
     return given
 
 
-def _flat(config: Mapping[str, Any] | ml_collections.ConfigDict | None) -> dict[str, Any]:
+def _flat(config: Fields | Mapping[str, Any] | ml_collections.ConfigDict | None) -> dict[str, Any]:
     """Returns the given fields by dotted name."""
     if config is None:
         return {}
@@ -230,10 +238,8 @@ def _fill(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
         if name == "parallel.mesh" or name in known:
             value = ml_collections.ConfigDict(value) if isinstance(value, Mapping) else value
         elif group not in ("model", "data", "parallel") or not field:
-            raise ValueError(
-                f"config has {name!r}, which is not a known field; the nearest one is "
-                f"{FIELD_OF.get(name) or nearest(name, known)!r}."
-            )
+            near = suggest(FIELD_OF.get(name, name), known, otherwise=ALL_FIELDS)
+            raise ValueError(f"config has {name!r}, which is not a known field{near}.")
         (config[group] if field else config)[field or group] = value
     return complete_config(config)
 

@@ -35,7 +35,7 @@ import optax
 import optax.contrib
 
 from manualpar.core.trees import path_name
-from manualpar.errors import nearest
+from manualpar.errors import suggest
 
 EVERYTHING = ("*",)
 
@@ -103,6 +103,33 @@ def make_schedule(config: ml_collections.ConfigDict) -> optax.Schedule:
     )
 
 
+def describe_jump(
+    before: ml_collections.ConfigDict, after: ml_collections.ConfigDict, step: int
+) -> str:
+    """Describes by how much the learning rate jumps if a run goes on with another config.
+
+    A schedule ends with the run, so a shortened or prolonged run has another rate at every step.
+
+    Args:
+      step: The number of updates so far.
+
+    Returns:
+      A sentence; "" if the rate changes by less than a percent.
+    """
+    try:
+        was = float(make_schedule(before)(step))
+    except ValueError:  # A schedule of another version of optax, which this one refuses.
+        return ""
+    now = float(make_schedule(after)(step))
+    if abs(was - now) <= 0.01 * max(abs(was), abs(now)):
+        return ""
+    lengths = [config.training.num_steps for config in (before, after)]
+    why = "the schedule is another one"
+    if lengths[0] != lengths[1]:
+        why = f"training.num_steps was {lengths[0]:,} and is {lengths[1]:,}"
+    return f"warning: the learning rate jumps from {was:.3g} to {now:.3g}, because {why}"
+
+
 def make_optimizer(
     config: ml_collections.ConfigDict, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
@@ -155,8 +182,8 @@ def check_decay_mask(globs: Sequence[str], paths: Sequence[str]) -> None:
         if not fnmatch.filter(paths, glob.removeprefix("!")):
             raise ValueError(
                 f"config.optimizer.decay_mask has {glob!r}, which matches no parameter, expected "
-                "globs on the parameters' paths such as '*kernel' and '!*embedding*'; the nearest "
-                f"path is {nearest(glob.removeprefix('!'), paths)!r}."
+                "globs on the parameters' paths such as '*kernel' and '!*embedding*'"
+                f"{suggest(glob.removeprefix('!'), paths)}."
             )
 
 
@@ -172,7 +199,7 @@ def _schedule_call(config: ml_collections.ConfigDict) -> _Call:
     if name not in known:
         raise ValueError(
             f"config.schedule.name is {name!r}, expected a schedule of optax, one of "
-            f"{', '.join(map(repr, known))}; the nearest one is {nearest(name, known)!r}."
+            f"{', '.join(map(repr, known))}{suggest(name, known)}."
         )
     parameters = inspect.signature(known[name]).parameters
     rate_name = next(key for key in RATES if key in parameters)
@@ -211,8 +238,8 @@ def _optimizer_call(config: ml_collections.ConfigDict) -> _Call:
     if name not in known:
         raise ValueError(
             f"config.optimizer.name is {name!r}, expected an optimizer of optax or optax.contrib "
-            "that has an argument learning_rate and needs no other optimizer or function; the "
-            f"nearest one is {nearest(name, known)!r}."
+            "that has an argument learning_rate and needs no other optimizer or function"
+            f"{suggest(name, known)}."
         )
     parameters, called = inspect.signature(known[name]).parameters, address(known[name], name)
     mask = next((key for key in ("mask", "weight_decay_mask") if key in parameters), None)
@@ -381,10 +408,9 @@ def convert_arguments(
                 "and tuples of them; leave it out."
             )
         if key not in kinds:
-            near = f"; the nearest one is {nearest(key, known)!r}" if known else ""
             raise ValueError(
                 f"{field} has {key!r}, which {called} does not have, expected "
-                f"{_listed(known) or 'no arguments'}{near}."
+                f"{_listed(known) or 'no arguments'}{suggest(key, known)}."
             )
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in {*set_by, *given, *arguments}:

@@ -28,7 +28,7 @@ from manualpar.system.storage import AnyPath, BucketError, mirrored
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import Checkpoints, Restored
 from manualpar.training.checkpoints.saved_state import unpad_whole
-from manualpar.training.config import flatten_config, is_own
+from manualpar.training.config import complete_config, flatten_config, is_own
 from manualpar.training.division import combines_examples, describe_change
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import Experiment
@@ -47,6 +47,7 @@ from manualpar.training.monitoring.run_record import (
 from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.monitoring.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.training.monitoring.trackers import start_trackers
+from manualpar.training.optimizer import describe_jump
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
 from manualpar.training.workdir import (
@@ -161,6 +162,10 @@ def _run(
             restored = restore(checkpoints, experiment, workdir, report=say)
             times.set_step(restored.step)
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
+        if experiment.schedule and "config" in restored.extra:
+            before = complete_config(ml_collections.ConfigDict(restored.extra["config"]))
+            if jump := describe_jump(before, config, restored.step):
+                say(jump)
         for sentence in describe_change(
             restored.extra.get("division"),
             experiment.division,

@@ -33,7 +33,6 @@ def test_a_report_of_a_config_that_runs(capsys, monkeypatch):
     assert facts["mesh"] == "data=8 on 8 simulated cpu devices"
     assert facts["would run"].startswith("yes")
     assert facts["jax"].startswith("0.")
-    assert "orbax-checkpoint 0." in facts["extra train"]
     assert facts["JAX_SOME_TOKEN"] == "(set)"
     assert facts["XLA_SOME_SETTING"] == "17"
 
@@ -173,3 +172,13 @@ def test_the_doctor_reports_the_facts(machine):
     machine({**WHOLE, "jax-cuda12-pjrt": "0.9.0"}, "580.95.05")
     (wrong,) = [fact for fact in software_facts() if fact.is_wrong]
     assert wrong.value.startswith("jax-cuda12-pjrt is 0.9.0 and jaxlib is 0.10.2")
+
+
+def test_the_doctor_lists_every_extra(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda package: f"version of {package}")
+    facts = {fact.name: fact.value for fact in software_facts()}
+    provided = importlib.metadata.metadata("manualpar").get_all("Provides-Extra")
+    composed = {"dev", "planner"}  # Of other extras alone.
+    assert {f"extra {extra}" for extra in {*provided} - composed} <= set(facts)
+    assert "orbax-checkpoint version of orbax-checkpoint" in facts["extra train"]
+    assert "libtpu version of libtpu" in facts["extra tpu"]

@@ -85,6 +85,12 @@ def test_so_is_the_current_folder(command, capsys, monkeypatch, tmp_path):
     assert f"{tmp_path} may not be written to; name another folder with --{flag}." in error
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="only Linux has /proc")
+def test_so_is_a_folder_whose_permissions_do_not_say_it(capsys):
+    error = _refusal("train", "fsdp", "--workdir=/proc/run", capsys=capsys)
+    assert "cannot be written to /proc/run: /proc may not be written to" in error
+
+
 def test_a_folder_is_no_file_for_answers(capsys):
     arguments, _ = WRITING["generate"]
     error = _refusal("generate", *arguments, "--output=locked", capsys=capsys)

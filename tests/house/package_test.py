@@ -169,6 +169,7 @@ from flax import nnx
 import manualpar
 from manualpar import Batch, TrainState, inspect, make_mesh, print_metrics
 from manualpar.data import load_dataset
+from manualpar.training import Fields
 
 
 class Model(nn.Module):
@@ -216,6 +217,7 @@ REVEALED = [*["Program"] * 6, "TrainState", "Ledger", *["dict[str, tuple[Array, 
 MISTAKES = """
 manualpar.fsdp(Model(), tx, loss_fn, mesh=mesh, batch=batch, min_wieght_size=1)
 program.train_step(state)
+fields: Fields = {"training.num_steps": 3, "training.num_stepz": 3}
 """
 
 
@@ -249,6 +251,7 @@ def test_pyright_knows_the_types_in_a_users_script(
     found = check()
     revealed = [x["message"] for x in found if x["severity"] == "information"]
     assert [re.findall(r'is "(.*)"$', x)[0] for x in revealed] == REVEALED
-    wrong, missing = [x["message"] for x in found if x["severity"] != "information"]
+    wrong, missing, field = [x["message"] for x in found if x["severity"] != "information"]
     assert 'No parameter named "min_wieght_size"' in wrong
     assert "Expected 1 more positional argument" in missing
+    assert '"training.num_stepz" is an undefined item in type "Fields"' in field

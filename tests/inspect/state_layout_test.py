@@ -80,6 +80,7 @@ def test_the_table_of_split_parameters(devices8):
 
 def test_the_table_of_fsdp(devices8):
     text = printed(layout_table(build(fsdp, devices8, min_weight_size=0)))
+    assert text.split() == str(layout_table(build(fsdp, devices8, min_weight_size=0))).split()
     lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line.strip()}
     assert "fsdp on 8 devices (data=8)" in text
     assert lines["hidden/kernel"] == "hidden/kernel 8x32 float32 P(None, 'data') largest 128"

@@ -75,7 +75,7 @@ WRONG_RULES = (
         (("embed", None), ("mlp", "modle")),
         ValueError,
         "fsdp: rules has ('mlp', 'modle'), which names ['modle'], but the mesh has the "
-        "axes ['data', 'model']; the nearest is 'model'. Name one of these, write "
+        "axes ['data', 'model']; the nearest one is 'model'. Name one of these, write "
         "('mlp', None), or build the mesh with the axis.",
     ),
     (
@@ -93,7 +93,7 @@ WRONG_NAMES = (
     (
         ((None, "modle"),),
         r"\(None, 'modle'\), of which \['modle'\] are not axes of the mesh "
-        r"\['data', 'model'\]; the nearest is 'model'\. Name one of these or nothing, or build "
+        r"\['data', 'model'\]; the nearest one is 'model'\. Name one of these or nothing, or build "
         r"the mesh with make_mesh\({'modle': 1, 'data': 4, 'model': 2}\): an axis of size 1 "
         r"shards nothing",
     ),
@@ -123,7 +123,7 @@ WRONG_LOGICAL_NAMES = (
     (
         (("embed", "mpl"),),
         r"\('embed', 'mpl'\), of which \['mpl'\] are not in rules "
-        r"\['embed', 'mlp', 'heads', 'batch'\]; the nearest is 'mlp'\. Write rules=\(.*"
+        r"\['embed', 'mlp', 'heads', 'batch'\]; the nearest one is 'mlp'\. Write rules=\(.*"
         r"\('batch', 'data'\), \('mpl', None\)\), which has all names of the model\. To shard "
         r"a dimension, replace its None by an axis of the mesh \['data', 'model'\]",
     ),

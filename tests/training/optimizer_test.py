@@ -18,6 +18,7 @@ from manualpar.models import Classifier
 from manualpar.training.config import check_config, complete_config
 from manualpar.training.experiment import prepare
 from manualpar.training.optimizer import (
+    describe_jump,
     make_optimizer,
     make_schedule,
     optimizers,
@@ -124,6 +125,16 @@ def test_a_schedule_with_a_warmup_of_its_own_has_the_whole_run():
     found = rates(optimizer={"warmup_steps": 0}, name="cosine_onecycle_schedule")
     by_hand = optax.cosine_onecycle_schedule(13, PEAK)
     np.testing.assert_allclose(found, [by_hand(step) for step in range(14)], rtol=1e-6)
+
+
+def test_a_jump_of_the_rate_is_described():
+    long, short = (complete_config(fsdp.get_config()).copy_and_resolve_references() for _ in "ab")
+    long.training.num_steps, short.training.num_steps = 300, 150
+    was, now = (float(make_schedule(config)(100)) for config in (long, short))
+    assert now < was
+    expected = f"jumps from {was:.3g} to {now:.3g}, because training.num_steps was 300 and is 150"
+    assert expected in describe_jump(long, short, 100)
+    assert describe_jump(long, long, 100) == ""
 
 
 # Masks.

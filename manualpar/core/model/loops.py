@@ -189,7 +189,7 @@ class _Uses:
         self.loop_dims, self.read_in_branch = loop_dims, read_in_branch
 
 
-class _Probe(ArrayBox, eq=False):
+class _Probe(ArrayBox, eq=False, repr=False):
     """A box of keys that replaces a parameter and records how the parameter is used.
 
     The field `names` has the number of each dim of the parameter, and `None` for a dim that a loop

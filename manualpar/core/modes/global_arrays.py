@@ -259,7 +259,7 @@ class Explicit(GlobalArrays):
         return jax.lax.reshape(x, shape, out_sharding=_full_spec(shape, names))
 
 
-class GlobalParameter(ShardedParameter, eq=False):
+class GlobalParameter(ShardedParameter, eq=False, repr=False):
     """Boxes a sharded global array and unshards the parameter where it is used.
 
     Attributes:

@@ -14,7 +14,6 @@ dimension; an axis occurs at most once; the axes of a dimension divide its size;
 `nn.scan` or `nn.vmap` runs over has no axes.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from manualpar.core.mesh.axes import (
     is_axis_bound,
     written_with,
 )
+from manualpar.errors import suggest
 
 Rules = Sequence[tuple[str, AxisName | None]]
 
@@ -63,7 +63,7 @@ def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
         if missing:
             raise ValueError(
                 f"{where} {missing}, but the mesh has the axes {list(mesh.shape)}"
-                f"{_nearest(missing, mesh.shape)}. Name one of these, write ({rule[0]!r}, None), "
+                f"{suggest(missing[0], mesh.shape)}. Name one of these, write ({rule[0]!r}, None), "
                 "or build the mesh with the axis."
             )
         if len(set(axes)) < len(axes):
@@ -176,7 +176,7 @@ def _apply_rules(
     unknown = sorted(set(used) - set(known))
     if unknown:
         raise ValueError(
-            f"{where}, of which {unknown} are not in rules {known}{_nearest(unknown, known)}. "
+            f"{where}, of which {unknown} are not in rules {known}{suggest(unknown[0], known)}. "
             f"Write {all_rules}, which has all names of the model. To shard a dimension, replace "
             f"its None by an axis of the mesh {list(mesh.shape)}."
         )
@@ -198,7 +198,7 @@ def _check_axes(
     if unknown:
         logical = sorted(set(unknown) & {name for name, _ in rules})
         mend = (
-            f"{_nearest(unknown, mesh.shape)}. Name one of these or nothing, or build the mesh "
+            f"{suggest(unknown[0], mesh.shape)}. Name one of these or nothing, or build the mesh "
             f"with {written_with(mesh, unknown)}: an axis of size 1 shards nothing."
         )
         if all_rules:
@@ -215,12 +215,6 @@ def _check_axes(
     if len(set(axes)) < len(axes):
         raise ValueError(f"{where}, which shards it over an axis twice; name each axis once.")
     return tuple(_entry(axis_tuple(name)) for name in names)
-
-
-def _nearest(names: list[str], known: Iterable[str]) -> str:
-    """Writes a clause that suggests the known name nearest to `names[0]`; "" if none is near."""
-    near = difflib.get_close_matches(names[0], list(known), n=1)
-    return f"; the nearest is {near[0]!r}" if near else ""
 
 
 def _entry(axes: tuple[str, ...]) -> AxisName | None:

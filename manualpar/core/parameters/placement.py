@@ -352,6 +352,7 @@ def map_in_scopes(function: Callable[..., Any], placements: Placements, *trees: 
 # A tile of a 16-bit array in TPU memory: 128 entries of the last dimension by 16 entries of the
 # dimension before it. See https://openxla.org/xla/tiled_layout.
 TILE = (128, 16)
+TOO_SMALL = "too small"  # Begins the note of a parameter below `min_weight_size`.
 # The platforms that average a layer's gradient while they compute other layers, and the elements of
 # a layer's parameter that are worth an all-reduce. A TPU v5e computes nothing during an all-reduce.
 OVERLAPS_MEANS = frozenset({"gpu"})
@@ -460,7 +461,7 @@ def choose_shard_dim(
     """
     size = math.prod(shape)
     if size < min_weight_size:
-        return None, f"too small: {size} < {min_weight_size}"
+        return None, f"{TOO_SMALL}: {size} < {min_weight_size}"
     if size == 0 or not shape:
         return None, "no elements to shard" if shape else "a scalar"
     seen = [dim for dim in range(len(shape)) if dim not in excluded_dims]

@@ -37,7 +37,7 @@ from manualpar.core.parameters.sharded_parameter import (
 )
 
 
-class ReplicatedParameter(ShardedParameter, eq=False):
+class ReplicatedParameter(ShardedParameter, eq=False, repr=False):
     """A parameter with a box for the shard of its gradient.
 
     Attributes:
@@ -86,7 +86,7 @@ class ReplicatedParameter(ShardedParameter, eq=False):
         return box.replace(whole=whole)
 
 
-class AveragedParameter(ShardedParameter, eq=False):
+class AveragedParameter(ShardedParameter, eq=False, repr=False):
     """A replicated parameter whose gradient `unbox` averages over `comm.averaged_axes`."""
 
     @classmethod

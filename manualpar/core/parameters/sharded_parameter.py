@@ -90,11 +90,11 @@ class LastRead:
         return self._array() if is_same and self._stored() is stored else None
 
 
-class ArrayBox(nn.Partitioned, eq=False):
+class ArrayBox(nn.Partitioned, eq=False, repr=False):
     """A boxed parameter that may be used as the array that its `unbox()` returns.
 
-    A subclass implements `to_array`. Declare it with `eq=False`: otherwise `==` compares boxes
-    instead of their elements.
+    A subclass implements `to_array`. Declare it with `eq=False, repr=False`: otherwise `==`
+    compares boxes instead of their elements, and `repr` shows everything that a box carries.
 
     Attributes:
       is_whole: Whether a loss reads the parameter. If so, `unbox()` also gathers over the axes over
@@ -141,6 +141,11 @@ class ArrayBox(nn.Partitioned, eq=False):
     def read_in_branch(self) -> None:
         """Notes that a branch or a loop that some devices skip reads a slice of the parameter."""
 
+    def __repr__(self) -> str:
+        """Returns one line: the stored array's dtype and shape, and the axes that shard it."""
+        values = ", ".join(map(_describe, jax.tree.leaves(self.value)))
+        return f"{type(self).__name__}({values}, names={self.names})"
+
     def __len__(self) -> int:
         return int(self.shape[0])
 
@@ -149,6 +154,12 @@ class ArrayBox(nn.Partitioned, eq=False):
 
     def _apply_operator(self, *args: Any, name: str) -> Any:
         return getattr(self.__jax_array__(), name)(*args)
+
+
+def _describe(x: Any) -> str:
+    if isinstance(x, jax.Array):
+        return str(jax.typeof(x))
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else type(x).__name__
 
 
 for _name in (f"__{name}__" for name in _OPERATORS):
@@ -176,7 +187,7 @@ def averaged_axes(x: Any) -> tuple[str, ...]:
     return x.averaged_axes if isinstance(x, ShardedParameter) else ()
 
 
-class ShardedParameter(ArrayBox, eq=False):
+class ShardedParameter(ArrayBox, eq=False, repr=False):
     """The shard of a parameter, in a box that gathers it when a module asks for it.
 
     Attributes:

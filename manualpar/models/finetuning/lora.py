@@ -295,7 +295,7 @@ def adapt_parameters(variables: Any, scale: Callable[[int], float]) -> Any:
     return {**variables, "params": unflatten_dict(params, sep="/")}
 
 
-class AdaptedParameter(ArrayBox, eq=False):
+class AdaptedParameter(ArrayBox, eq=False, repr=False):
     """A box with a parameter and its adapter, whose product is added when the box is unboxed.
 
     Attributes:

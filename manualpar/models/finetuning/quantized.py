@@ -519,7 +519,7 @@ class QuantizedInterface(WrappingInterface):
         return self.called(self.base).apply(variables, *args, **kwargs)
 
 
-class EncodedParameter(ArrayBox, eq=False):
+class EncodedParameter(ArrayBox, eq=False, repr=False):
     """A box with a quantized parameter, which is dequantized when it is unboxed.
 
     Attributes:

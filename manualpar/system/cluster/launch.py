@@ -1,6 +1,9 @@
 """Starts several processes of a command on this machine, for development.
 
-    manualpar launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
+    manualpar launch --processes=2 [--devices-per-process=4] [--grace=15] <command ...>
+
+The command begins at the first argument that is no flag, or after `--`. A Python file such as
+`train.py` is run by this Python.
 
 `manualpar launch --template=slurm` starts nothing, but prints a script for Slurm; see
 `manualpar launch --template=slurm --help`.
@@ -53,11 +56,9 @@ SETTLE_SECONDS = 1.0
 
 def main(argv: Sequence[str]) -> int:
     """Runs the launcher; returns the exit code. `argv` begins with the program's name."""
-    arguments = list(argv[1:])
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    if any(argument.partition("=")[0] == "--template" for argument in arguments[:at]):
+    own, command = _split(argv[1:])
+    if any(argument.partition("=")[0] == "--template" for argument in own):
         return job_template.main(argv)
-    command = arguments[at + 1 :]
     parser = OneSentenceParser(
         prog=argv[0],
         description=(__doc__ or "").replace("manualpar launch", "{program}", 1),
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         default="15",
         help="The seconds that the other processes have to end after a failure. [default 15]",
     )
-    options = parser.parse_args(arguments[:at])
+    options = parser.parse_args(own)
 
     def parse_count(name: str, text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= MOST):
@@ -90,8 +91,21 @@ def main(argv: Sequence[str]) -> int:
     if not 0 <= grace < float("inf"):
         parser.error(f"--grace={options.grace}: expected a number of seconds.")
     if not command:
-        parser.error("no command, expected a command after --, such as -- manualpar train fsdp.")
+        parser.error("no command, expected one after the flags, such as manualpar train fsdp.")
+    if command[0].endswith(".py") and not os.access(command[0], os.X_OK):
+        command = [sys.executable, *command]
     return _launch(command, processes, devices, grace)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line into the launcher's flags and the command."""
+    own, rest = [], list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        own.append(rest.pop(0))
+        takes_value = "=" not in own[-1] and own[-1] not in ("-h", "--help")
+        if takes_value and rest and not rest[0].startswith("-"):
+            own.append(rest.pop(0))
+    return own, rest[1:] if rest[:1] == ["--"] else rest
 
 
 def _launch(command: Sequence[str], processes: int, devices: int | None, grace: float) -> int:

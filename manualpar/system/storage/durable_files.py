@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,21 @@ class WriteError(ValueError):
 
 
 def why_unwritable(folder: Path) -> str:
-    """Returns why a folder can be neither written to nor created; `""` if it can. Creates nothing.
+    """Returns why a folder can be neither written to nor created; `""` if it can.
 
-    A reason names the folder or its parent, such as `/data may not be written to`.
+    A file without a name is tried, because permissions do not show all, as in `/proc`; nothing is
+    left behind. A reason names the folder or its parent, such as `/data may not be written to`.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
         return f"{there} is a file, not a folder"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written to"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} may not be written to"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return f"{there} may not be written to ({error.strerror})"
 
 
 def check_writable(folder: Path, flag: str) -> None:

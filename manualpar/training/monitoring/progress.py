@@ -10,6 +10,7 @@ a line when it ends.
 
 import contextlib
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -55,12 +56,23 @@ LONGEST_LABEL = len(f"{COMPILING} (9999 s)")
 ETA_SECONDS = 600.0
 
 
+class _Console(rich.console.Console):
+    """A console that becomes quiet if the reader of a pipe, such as `head`, has read enough.
+
+    The work goes on, because its results are files.
+    """
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def make_console(*, process: int = 0) -> rich.console.Console:
     """Makes a run's console, which writes to standard output; only process 0 shows anything."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal cannot show must not end a run with an error.
         sys.stdout.reconfigure(errors="backslashreplace")
-    console = rich.console.Console(
+    console = _Console(
         highlight=False, quiet=process != 0, force_terminal=False if is_forwarded() else None
     )
     if not console.is_terminal:

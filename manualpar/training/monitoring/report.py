@@ -98,13 +98,21 @@ def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, ob
     times = add_up(run.times)
     sections = {
         "Last numbers": _final_table(run),
-        "Facts": _table([[name, _plain(value)] for name, value in facts.items()]),
+        "Facts": make_table([[name, _plain(value)] for name, value in facts.items()]),
         "Resumes and rollbacks": _resumes_table(run),
         "Time": _times_table(times),
         "Starts, stops, saves and stalls": _losses_table(times.losses),
         "Left out": "\n".join(f"<p>{html.escape(text)}</p>" for text in run.left_out),
-        "Config": _table([[name, _plain(value)] for name, value in _flatten(run.config)]),
+        "Config": make_table([[name, _plain(value)] for name, value in flatten(run.config)]),
     }
+    return make_page(charts, sections, title=title)
+
+
+def make_page(charts: str, sections: Mapping[str, str], *, title: str) -> str:
+    """Returns a page as HTML: charts, and below them the sections that are not empty, by heading.
+
+    `charts` and the sections are HTML.
+    """
     name = html.escape(title)
     body = "\n".join(f"<h2>{head}</h2>\n{text}" for head, text in sections.items() if text)
     return f"""<!DOCTYPE html>
@@ -134,7 +142,7 @@ def _final_table(run: RunRecord) -> str:
     for name, values in numbers.items():
         texts = {x: "not finite" if y is None else f"{y:,.6g}" for x, y in values.items()}
         rows.append([name, *(texts.get(split, "") for split in splits)])
-    return _table(rows, ["", *splits], cell='td class="number"') if numbers else ""
+    return make_table(rows, ["", *splits], cell='td class="number"') if numbers else ""
 
 
 def _resumes_table(run: RunRecord) -> str:
@@ -147,7 +155,7 @@ def _resumes_table(run: RunRecord) -> str:
         ]
         for record in run.resumes
     ]
-    return _table(rows, ["after step", "what", "time", "lines cut off"])
+    return make_table(rows, ["after step", "what", "time", "lines cut off"])
 
 
 def _times_table(times: RunTimes) -> str:
@@ -156,7 +164,7 @@ def _times_table(times: RunTimes) -> str:
     rows = [[what, *_seconds(seconds, times.total)] for what, seconds in ordered]
     headers = ["", "seconds", "share"]
     rows += [["in all", *_seconds(times.total, times.total)]] if rows else []
-    return _table(rows, headers, cell='td class="number"')
+    return make_table(rows, headers, cell='td class="number"')
 
 
 def _seconds(seconds: float, total: float) -> list[str]:
@@ -180,7 +188,7 @@ def _losses_table(losses: Sequence[Interval]) -> str:
     for what in dict.fromkeys(one.what for one in others):
         seconds = [one.seconds for one in others if one.what == what]
         rows.append([f"{len(seconds):,} shorter: {what}", "", "", f"{sum(seconds):,.1f}"])
-    return _table(rows, ["", "time", "after step", "seconds"], cell='td class="number"')
+    return make_table(rows, ["", "time", "after step", "seconds"], cell='td class="number"')
 
 
 def _plain(value: Any) -> str:
@@ -188,7 +196,9 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) and value else repr(value)
 
 
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: str = "td") -> str:
+def make_table(
+    rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: str = "td"
+) -> str:
     """Makes an HTML table; a row's first cell is its heading. Returns '' if there are no rows."""
     if not rows:
         return ""
@@ -203,12 +213,12 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: 
     return "\n".join([*lines, "</table></div>"])
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Flattens nested dicts to pairs of a dotted name and a value: `("parallel.mesh.data", 8)`."""
     values: list[tuple[str, Any]] = []
     for name, value in config.items():
         inner = isinstance(value, Mapping)
-        values += _flatten(value, f"{prefix}{name}.") if inner else [(f"{prefix}{name}", value)]
+        values += flatten(value, f"{prefix}{name}.") if inner else [(f"{prefix}{name}", value)]
     return values
 
 
@@ -218,12 +228,20 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
 
 GREY = "#767676"  # Dark enough for a thin line.
 COLUMNS = 2
+# An axis that may be logarithmic is, if the largest value is at least so many times the smallest.
+LOG_RATIO = 10
 # A line has at most MOST_POINTS points. If it has at most FEW_POINTS, each point is marked.
 MOST_POINTS, FEW_POINTS = 1200, 60
 
 
-def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
+def draw_charts(
+    charts: Sequence[Chart], *, title: str, style: Callable[[str], Mapping[str, Any]] | None = None
+) -> tuple[str, bytes]:
     """Draws charts in a grid; without charts, the picture has a text in their place.
+
+    Args:
+      style: Returns how matplotlib draws the line of a name, if the lines are of several runs. The
+        charts then share a legend.
 
     Returns:
       An `<svg>` element for a page, without the title, and a PNG with the title.
@@ -237,9 +255,16 @@ def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
     size = (1 + 5 * columns, 3.9 * rows)
     with new_figure("a report with charts", size, title=title) as figure:
         for index, chart in enumerate(charts, 1):
-            draw_chart(figure.add_subplot(rows, columns, index), chart)
+            draw_chart(figure.add_subplot(rows, columns, index), chart, style=style)
         if not charts:
             figure.text(0.5, 0.5, "the run reported nothing", ha="center")
+        if style:
+            lines: dict[str, Any] = {}
+            for axes, chart in zip(figure.axes, charts, strict=True):
+                lines |= zip(chart.lines, axes.get_lines(), strict=False)
+            # A label that begins with an underscore would be left out.
+            labels = [f" {label}" for label in lines]
+            figure.legend(lines.values(), labels, loc="outside lower center", ncols=3)
         figure.savefig(png, format="png")
         # Keeps the layout for the second picture, because computing the layout takes most of the
         # time.
@@ -250,14 +275,19 @@ def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
     return svg.getvalue()[svg.getvalue().index("<svg") :], png.getvalue()
 
 
-def draw_chart(axes: Any, chart: Chart) -> None:
-    """Draws a chart into matplotlib's axes, with gaps and resumes marked."""
+def draw_chart(
+    axes: Any, chart: Chart, *, style: Callable[[str], Mapping[str, Any]] | None = None
+) -> None:
+    """Draws a chart into matplotlib's axes, with gaps and resumes marked.
+
+    Without `style`, see `draw_charts`, a line has the colour of its split, and there is a legend.
+    """
     for split, all_points in chart.lines.items():
         points = decimate(all_points, MOST_POINTS)
         axes.plot(
             [step for step, _ in points],
             [math.nan if value is None else value for _, value in points],
-            color=SPLIT_COLORS.get(split, OTHER_SPLIT),
+            **(style(split) if style else {"color": SPLIT_COLORS.get(split, OTHER_SPLIT)}),
             linewidth=1.4,
             marker="o",
             markersize=3.5,
@@ -275,8 +305,17 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_title(chart.title)
     count_steps(axes)
     axes.set_ylabel(chart.unit)
+    values = [x for points in chart.lines.values() for _, x in points if x is not None]
+    if chart.is_log and values and 0 < LOG_RATIO * min(values) <= max(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    elif 1e3 <= max(map(abs, values), default=0) < 1e9:
+        axes.yaxis.set_major_formatter("{x:,.6g}" if max(map(abs, values)) < 1e5 else "{x:,.0f}")
     if chart.from_zero:
         axes.set_ylim(bottom=0)
+    if style:
+        return
     # The legend is next to the title, because inside the axes it could cover the lines.
     legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     axes.legend(ncols=5, columnspacing=1, **legend)

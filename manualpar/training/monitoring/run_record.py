@@ -38,6 +38,7 @@ METRIC_CHARTS: Mapping[str, tuple[str, str]] = {
     "gradient_norm": ("Gradient norm", ""),
 }
 FROM_ZERO = ("learning_rate", "gradient_norm")
+LOG = ("loss", "bits_per_byte")
 THROUGHPUT_CHARTS: Mapping[str, tuple[str, str]] = {
     "tokens_per_second": ("Throughput", "tokens/s"),
     "examples_per_second": ("Throughput", "examples/s"),
@@ -66,7 +67,8 @@ class Chart(NamedTuple):
     """The points of each split, in the order of steps.
 
     `resumes` are the steps from which the run was resumed, and the steps to which it went back. If
-    `from_zero`, the axis begins at 0, so that small differences look small.
+    `from_zero`, the axis begins at 0, so that small differences look small. If `is_log`, the axis
+    is logarithmic where the values have several orders of magnitude.
     """
 
     title: str
@@ -74,6 +76,7 @@ class Chart(NamedTuple):
     lines: Mapping[str, Sequence[Point]]
     resumes: Sequence[int] = ()
     from_zero: bool = False
+    is_log: bool = False
 
 
 def read_run(workdir: Path) -> RunRecord:
@@ -168,7 +171,7 @@ def make_charts(run: RunRecord) -> list[Chart]:
             if lines and not is_known:
                 lines = {split: lines[split] for split in sort_splits(lines)}
                 from_zero = records is run.throughput or name in FROM_ZERO
-                charts.append(Chart(title, unit, lines, resumes, from_zero))
+                charts.append(Chart(title, unit, lines, resumes, from_zero, name in LOG))
     return charts
 
 

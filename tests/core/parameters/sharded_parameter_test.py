@@ -728,3 +728,10 @@ def test_an_annotated_parameter_is_whole_where_it_is_replicated(devices8):
         )
         [(_, place)] = program.parameters
         assert place.spec == place.state_spec == P()
+
+
+def test_a_box_is_shown_in_one_line():
+    box = ShardedParameter(np.zeros((8, 3), np.float32), (None, "data"), gather_axes=("data",))
+    assert repr(box) == "ShardedParameter(float32[8, 3], names=(None, 'data'))"
+    shown = repr(box.replace(value=jnp.zeros((2, 3), jnp.bfloat16)))
+    assert shown == "ShardedParameter(bfloat16[2,3], names=(None, 'data'))"

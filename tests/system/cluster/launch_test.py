@@ -226,11 +226,17 @@ print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']).p
         time.sleep(0.05)
 
 
+def test_the_command_needs_no_dashes_before_it(tmp_path):
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    given = ("--processes", "1", str(tmp_path / "train.py"), "--num_steps=3", "--", "x")
+    assert launched(*given) == (0, ["[0] ['--num_steps=3', '--', 'x']"], [])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--processes=2"], "no command, expected a command after --"),
-        (["--processes=2", "--"], "no command, expected a command after --"),
+        (["--processes=2"], "no command, expected one after the flags"),
+        (["--processes=2", "--"], "no command, expected one after the flags"),
         (["--processes=0", "--", "x"], "--processes=0: expected a positive integer"),
         (["--processes=two", "--", "x"], "--processes=two: expected a positive integer"),
         (["--", "x"], "required: --processes"),

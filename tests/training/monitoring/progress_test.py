@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 import rich.console
@@ -15,6 +17,7 @@ from manualpar.training.monitoring.progress import (
     make_console,
     show_tracing,
 )
+from tests.paths import ROOT
 
 METRICS = {"accuracy": 0.5, "loss": 1.25, "learning_rate": 1e-3, "examples_per_second": 1234.5}
 
@@ -80,6 +83,21 @@ def test_norms_are_named_in_words():
 
 def test_a_log_file_has_room_for_tables(capsys):
     assert make_console().width == LOG_WIDTH
+
+
+def test_work_goes_on_if_the_reader_of_a_pipe_has_read_enough():
+    code = """import sys
+from manualpar.training.monitoring.progress import make_console
+console = make_console()
+for _ in range(10_000):
+    console.print("a line")
+print("all done", file=sys.stderr)"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes) as process:
+        assert process.stdout.readline() == "a line\n"
+        process.stdout.close()
+        assert process.stderr.read() == "all done\n"
+    assert process.returncode == 0
 
 
 LANGUAGE_MODEL = {"loss": 1.23456, "bits_per_byte": 1.78109, "learning_rate": 1e-3}

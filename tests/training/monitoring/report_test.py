@@ -243,6 +243,18 @@ def test_gaps_and_resumes_are_marked_and_a_point_alone_is_seen():
     assert _lines(Chart("t", "", {"other": many}))[0].get_markevery() == [6]
 
 
+@pytest.mark.parametrize(("smallest", "scale"), [(0.05, "log"), (1.0, "linear"), (0.0, "linear")])
+def test_a_loss_of_several_magnitudes_has_a_log_axis(smallest, scale):
+    axes = matplotlib.figure.Figure().subplots()
+    points = {"train": [(0, 4000.0 * smallest or 2.0), (1, smallest)]}
+    draw_chart(axes, Chart("t", "", points, is_log=smallest != 1.0))
+    assert axes.get_yscale() == scale
+    axes = matplotlib.figure.Figure().subplots()
+    draw_chart(axes, Chart("t", "", {"train": [(0, 20_000.0), (1, 0.0)]}))
+    axes.figure.draw_without_rendering()
+    assert {"0", "20,000"} <= {label.get_text() for label in axes.get_yticklabels()}
+
+
 def test_a_long_line_is_thinned_out():
     (line,) = _lines(Chart("t", "", {"eval": [(step, step % 7) for step in range(10_000)]}))
     assert 500 <= len(line.get_xdata()) <= 1200
