@@ -854,26 +854,26 @@ def trace_model(
         check_shapes({name: tree for name, tree in variables.items() if name != "params"})
         raise
     check_shapes(tracer.collections)
-    interfaces = interface, *(finder.interface for finder in finders.values())
-    if any(x.may_hold_sown for x in interfaces):
+    of_instances = {
+        name: finder.interface
+        for name, finder in finders.items()
+        if not isinstance(options["other_models"][name], OtherModel)
+    }
+    if any(x.may_hold_sown for x in (interface, *of_instances.values())):
         tracer.trace_as_on_one_device(tuple(finders.values()))
-        (rest, found), *others_rest = (x.without_sown() for x in interfaces)
-        if found or any(paths for _, paths in others_rest):
-            anew = {
-                name: given if isinstance(given, OtherModel) else other
-                for (name, given), (other, _) in zip(
-                    options["other_models"].items(), others_rest, strict=True
-                )
-            }
+        cleaned, found = interface.without_sown()
+        cleaned_others = {name: x.without_sown() for name, x in of_instances.items()}
+        if found or any(paths for _, paths in cleaned_others.values()):
+            anew = {name: x for name, (x, _) in cleaned_others.items()}
             return trace_model(
                 strategy,
-                rest,
+                cleaned,
                 loss_fn,
                 batch,
                 batch_specs=batch_specs,
                 mode=mode,
                 stored_dtypes=stored_dtypes,
-                options={**options, "other_models": anew},
+                options={**options, "other_models": {**options["other_models"], **anew}},
                 is_gathered=is_gathered,
                 is_reduced=is_reduced,
                 gathers_in_loss=gathers_in_loss,
