@@ -28,6 +28,7 @@ EXTRAS = {
     "questions": "train,examples",
     "start_from_what_you_have": "train,pretrained",
     "which_strategy": "train",
+    "your_loop": "train",
 }
 PACKAGES = {"hugging_face_data": "datasets"}
 # The block in a page that says how to run the page, which a notebook does not need.

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -261,7 +262,13 @@ def _build(
         program: Program = kind.builder(model, tx, task.loss_fn, **options)
         return program
 
-    with _optimizer_named(config), tracing or contextlib.nullcontext():
+    with (
+        _optimizer_named(config),
+        tracing or contextlib.nullcontext(),
+        warnings.catch_warnings(),
+    ):
+        # The table at the beginning of a run says of each parameter whether it is sharded.
+        warnings.filterwarnings("ignore", message=r"\w+: 0 of .* parameters are sharded")
         program = build()
         if division.minibatches > optimizer.num_minibatches and combines_examples(program):
             division = divide(None)._replace(at_once=division.at_once)

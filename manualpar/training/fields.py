@@ -81,7 +81,13 @@ Fields = TypedDict(
         "parallel.outer_fragments": int,
         "parallel.outer_overlap": bool,
         "data.source": Literal[
-            "text", "tokens", "jsonl", "parquet", "arrayrecord", "chat", "mixture"
+            "text",
+            "tokens",
+            "jsonl",
+            "parquet",
+            "arrayrecord",
+            "chat",
+            "mixture",
         ],
         "model.hidden_size": int,
         "model.num_classes": int,
@@ -129,7 +135,13 @@ Fields = TypedDict(
         "model.learned_positions": int,
         "model.rotary_interleaved": bool,
         "model.rope_scaling": Literal[
-            "", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional"
+            "",
+            "linear",
+            "llama3",
+            "dynamic",
+            "yarn",
+            "longrope",
+            "proportional",
         ],
         "model.rope_factor": float,
         "model.rope_low_factor": float,
@@ -192,3 +204,4 @@ Fields = TypedDict(
     },
     total=False,
 )
+Fields.__doc__ = "Values of config fields by dotted name, all of them optional, see `fit`."

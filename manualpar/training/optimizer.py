@@ -109,12 +109,7 @@ def describe_jump(
     """Describes by how much the learning rate jumps if a run goes on with another config.
 
     A schedule ends with the run, so a shortened or prolonged run has another rate at every step.
-
-    Args:
-      step: The number of updates so far.
-
-    Returns:
-      A sentence; "" if the rate changes by less than a percent.
+    Returns a sentence; "" if the rate changes by less than a percent.
     """
     try:
         was = float(make_schedule(before)(step))

@@ -49,6 +49,7 @@ Fields = TypedDict(
 TAIL = """    },
     total=False,
 )
+Fields.__doc__ = "Values of config fields by dotted name, all of them optional, see `fit`."
 """
 
 
@@ -61,7 +62,8 @@ def _type_of(name: str, field: Field) -> str:
         named = "str" if field.holds_names else "Any"
         return f"tuple[{'float' if field.holds_numbers else named}, ...]"
     if field.choices:
-        return f"Literal[{', '.join(map(json.dumps, field.choices))}]"
+        choices = ", ".join(map(json.dumps, field.choices))
+        return f"Literal[{choices}{',' * (len(choices) > 60)}]"  # A comma at the end breaks lines.
     return field.kind.__name__
 
 
