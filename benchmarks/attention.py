@@ -32,10 +32,10 @@ from benchmarks.results import note_conditions, write_results
 from manualpar.layers.attention import AttentionKind, attention
 from manualpar.planner.compiled_plan import read_out_of_memory
 from manualpar.planner.compiled_timeline import on_all_links, read_timeline
-from manualpar.planner.compiler_worker import is_out_of_hbm
 from manualpar.planner.hardware import kernel_clock, kernels_in
 from manualpar.planner.topology import parse_topology
-from manualpar.planner.tpu_compiler import ENVIRONMENT
+from manualpar.plans.compiler_worker import is_out_of_hbm
+from manualpar.plans.tpu_compiler import ENVIRONMENT
 
 KINDS: tuple[AttentionKind, ...] = tuple(
     kind for kind in get_args(AttentionKind) if kind not in ("", "cudnn")

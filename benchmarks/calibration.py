@@ -41,10 +41,10 @@ import rich.console
 from benchmarks.published_figures import PublishedFigure
 from benchmarks.published_rows import FIGURES
 from benchmarks.results import note_conditions, write_results
-from manualpar.planner.closed_form.layout_estimate import estimate_layout
+from manualpar.inspect.tables import TableColumn, describe_share, print_table
 from manualpar.planner.hardware import FITTED_ATTENTION, FITTED_PRODUCTS, SAME_PRODUCTS
 from manualpar.planner.plan import StepEstimate
-from manualpar.system.reports.tables import Column, describe_share, print_table
+from manualpar.plans.closed_form.layout_estimate import estimate_layout
 
 RESULTS = Path(__file__).parent / "calibration.json"
 Shares = Mapping[str, float]  # Each share by its name, such as "products v5p", "attention torus".
@@ -204,14 +204,14 @@ def summarize(results: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-COLUMNS: Sequence[Column[Mapping[str, Any]]] = (
-    Column("published", "name"),
-    Column("mesh", "mesh"),
-    Column("computed again", "remat"),
-    Column("half", "half"),
-    Column("MFU", "published_mfu", describe_share),
-    Column("here", "mfu", describe_share),
-    *(Column(name, name, "{:.2f}".format) for name in ("before", "ratio", "exchanged")),
+COLUMNS: Sequence[TableColumn[Mapping[str, Any]]] = (
+    TableColumn("published", "name"),
+    TableColumn("mesh", "mesh"),
+    TableColumn("computed again", "remat"),
+    TableColumn("half", "half"),
+    TableColumn("MFU", "published_mfu", describe_share),
+    TableColumn("here", "mfu", describe_share),
+    *(TableColumn(name, name, "{:.2f}".format) for name in ("before", "ratio", "exchanged")),
 )
 
 

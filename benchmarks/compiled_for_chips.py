@@ -32,11 +32,11 @@ import ml_collections
 
 from benchmarks.results import note_conditions, write_results
 from manualpar.core.mesh.compiler_options import Overlap, choose_options
-from manualpar.planner.gpu_compiler import compile_for_gpu
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import parse_topology
-from manualpar.planner.tpu_compiler import compile_for_tpu
+from manualpar.plans.gpu_compiler import compile_for_gpu
+from manualpar.plans.tpu_compiler import compile_for_tpu
 from manualpar.training.config import load_config
 from manualpar.training.task import CONTEXT_AXIS, EXPERT_AXIS, SPLIT_AXIS, STAGE_AXIS
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD
+from manualpar.checks.guarded_step import MAX_STEPS_AHEAD
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
 from manualpar.core.state.train_state import Batch

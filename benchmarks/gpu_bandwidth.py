@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.gpu_rows import Row
 from manualpar import make_mesh
-from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD
+from manualpar.checks.guarded_step import MAX_STEPS_AHEAD
 from manualpar.layers.boundaries import enter, leave
 from manualpar.layers.ring import shift
 from manualpar.system.cluster.agreement import from_first

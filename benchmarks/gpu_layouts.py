@@ -17,15 +17,16 @@ from manualpar.core.mesh.compiler_options import (
     keep_if_known,
 )
 from manualpar.core.program.program import Program
+from manualpar.inspect.throughput import PEAKS, Throughput
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.models.flat_fields import with_fields
 from manualpar.models.transformer import Transformer, flops_per_token
 from manualpar.planner import roofline
 from manualpar.planner.hardware import CHIPS, Chip, chip_named
-from manualpar.planner.step_work import has_kernel, read_work
+from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import topology_of_size
-from manualpar.training.monitoring.throughput import PEAKS, Throughput
+from manualpar.plans.sweep import has_kernel
 
 LOGITS = "manual fsdp, whole logits"
 OURS = ", our options"

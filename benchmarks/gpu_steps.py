@@ -28,12 +28,12 @@ from benchmarks.turns import Block, estimate, ratios
 from benchmarks.workloads import ADAMW as ADAMW_OF_TESTS
 from benchmarks.workloads import Workload
 from manualpar import Batch
+from manualpar.inspect.throughput import peak_flops
 from manualpar.models import Attention, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.flat_fields import with_fields
 from manualpar.models.transformer import flops_per_token
 from manualpar.system.cluster.agreement import from_first, gather
-from manualpar.training.monitoring.throughput import peak_flops
 
 # Without a warmup a larger rate lets the losses of a wide model jump, and then the losses of two
 # libraries differ although they train the same.

@@ -19,10 +19,11 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import rich.console
 
-from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD
+from manualpar.checks.guarded_step import MAX_STEPS_AHEAD
 from manualpar.core.state.train_state import Batch, TrainState
 from manualpar.data import train_batches
 from manualpar.inspect import state_bytes
+from manualpar.inspect.throughput import Throughput
 from manualpar.system.cluster import Cluster
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.config import load_config
@@ -31,7 +32,6 @@ from manualpar.training.monitoring.profiling import StepProfiler
 from manualpar.training.monitoring.progress import TrainingProgress
 from manualpar.training.monitoring.run_files import RunWriter
 from manualpar.training.monitoring.stalls import StallDetector
-from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
 from manualpar.training.workdir import START, Position

@@ -48,7 +48,7 @@ LEFT_ALONE: Mapping[str, str] = {
     "training.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
     "system.cluster.agreement:*": _PROCESSES,
     "layers.moe.moe:_exchange_ragged:*": "not on CPUs: slow tests",
-    "core.state.state_arrays:to_host:*": _PROCESSES,
+    "core.program.state_arrays:to_host:*": _PROCESSES,
 }
 
 _ONE_AXIS = "the argument's type allows only one axis"
@@ -94,18 +94,18 @@ EQUIVALENT: Mapping[str, str] = {
     "layers.pipeline.executor:_summed.cast:cast_to_varying:delete": _CAST_LATER,
     "core.mesh.splitting:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
     "core.mesh.splitting:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
-    "core.model.split_dropout:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
-    "core.model.split_dropout:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
+    "core.model.interface:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
+    "core.model.interface:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
     "core.modes.manual:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
     "core.modes.manual:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
-    "core.program.gradient_rounding:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
-    "core.program.gradient_rounding:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
+    "quantization.gradient_rounding:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
+    "quantization.gradient_rounding:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
     "core.modes.manual:*:sync_collections:duplicate": _NOTHING_LEFT,
     "*:gather_data_axes:duplicate": _NOTHING_LEFT,
     "core.modes.manual:*:replicate_shards:duplicate": _NOTHING_LEFT,
-    "core.program.inside_shard_map:*:gather_params:duplicate": _NOTHING_LEFT,
-    "core.program.inside_shard_map:*:gather_params:drop-last-axis": "all axes of a tuple count",
-    "core.program.inside_shard_map:*:gather_params:reverse-axes": "a tuple counts in order",
+    "by_hand:*:gather_params:duplicate": _NOTHING_LEFT,
+    "by_hand:*:gather_params:drop-last-axis": "all axes of a tuple count",
+    "by_hand:*:gather_params:reverse-axes": "a tuple counts in order",
 }
 
 

@@ -41,10 +41,8 @@ FIRST = {
         "tests/laws/collections_test.py",
     ),
     "core.program.step:find_nonfinite*": ("tests/core/program/step_test.py",),
-    "core.parameters.quantized_collectives:*": (
-        "tests/core/parameters/quantized_collectives_test.py",
-    ),
-    "core.program.gradient_rounding:*": ("tests/core/program/gradient_rounding_test.py",),
+    "quantization.quantized_collectives:*": ("tests/quantization/quantized_collectives_test.py",),
+    "quantization.gradient_rounding:*": ("tests/quantization/gradient_rounding_test.py",),
     "strategies.diloco.*": ("tests/strategies/diloco/diloco_test.py",),
     "core.modes.gradients:reduce_gradient:*": ("tests/laws/roles_test.py",),
     "core.mesh.splitting:to_zigzag*": ("tests/laws/roles_test.py",),
@@ -78,7 +76,7 @@ FIRST = {
     ),
     "layers.*vocabulary*": ("tests/layers/vocabulary_test.py", OF_LAYERS),
     "layers.head_loss:*": ("tests/layers/head_loss_test.py", OF_LAYERS),
-    "core.model.split_dropout:*": ("tests/core/model/split_dropout_test.py",),
+    "core.model.interface:*": ("tests/core/model/interface_dropout_test.py",),
     "core.parameters.sharded_parameter:*.to_array:gather_invariant:*": (
         "tests/inspect/expected_bytes_test.py::test_model_axes_are_gathered_too",
         "tests/laws/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",
@@ -89,15 +87,9 @@ FIRST = {
     "core.parameters.collectives:gather_invariant:*-ax?s": (TUPLES,),
     "core.parameters.collectives:gather_invariant:*": (STEPS,),
     "core.modes.gradients:*": ("tests/core/modes/gradients_test.py",),
-    "core.program.inside_shard_map:*:axis_index:*": (
-        "tests/core/parameters/sharded_parameter_test.py",
-    ),
-    "core.program.inside_shard_map:*:gather_params:*": (
-        "tests/core/parameters/sharded_parameter_test.py",
-    ),
-    "core.program.inside_shard_map:gather_params.*": (
-        "tests/core/parameters/sharded_parameter_test.py",
-    ),
+    "by_hand:*:axis_index:*": ("tests/core/parameters/sharded_parameter_test.py",),
+    "by_hand:*:gather_params:*": ("tests/core/parameters/sharded_parameter_test.py",),
+    "by_hand:gather_params.*": ("tests/core/parameters/sharded_parameter_test.py",),
     "core.model.loops:*": ("tests/core/model/loops_test.py",),
     "core.program.step:*:regather_for_backward:*": (COUNTS,),
     "core.modes.manual:*:sync_collections:*": ("tests/laws/collections_test.py",),
@@ -109,8 +101,6 @@ FIRST = {
         "tests/core/parameters/sharded_parameter_test.py",
         STEPS,
     ),
-    "core.program.inside_shard_map:gather_examples*": (
-        "tests/core/parameters/collectives_test.py",
-    ),
-    "core.program.inside_shard_map:*": ("tests/core/parameters/sharded_parameter_test.py",),
+    "by_hand:gather_examples*": ("tests/core/parameters/collectives_test.py",),
+    "by_hand:*": ("tests/core/parameters/sharded_parameter_test.py",),
 }

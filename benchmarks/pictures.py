@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.results import Table
+from manualpar.inspect.tables import describe_bytes
 from manualpar.system.reports.pictures import (
     COMPUTING,
     GREY,
@@ -27,7 +28,6 @@ from manualpar.system.reports.pictures import (
     draw_bars,
     new_figure,
 )
-from manualpar.system.reports.tables import describe_bytes
 from manualpar.system.storage.untrusted import read_file, write_file
 
 FOLDER = Path(__file__).parent.parent / "docs" / "measured"

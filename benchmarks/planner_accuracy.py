@@ -37,11 +37,11 @@ from benchmarks.turns import Block, estimate, table, take_turns
 from benchmarks.workloads import make_workload
 from manualpar import Program, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.parameters.collectives import gather_invariant
+from manualpar.inspect.throughput import Throughput
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import estimate as estimate_step
 from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import Topology
-from manualpar.training.monitoring.throughput import Throughput
 
 PARTS = ("steps", "memory")
 DEVICES = 8

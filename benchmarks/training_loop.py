@@ -30,7 +30,7 @@ from benchmarks.results import Conditions, note_conditions, write_results
 from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
 from manualpar.core.mesh.mesh import describe_mesh, simulate_devices
 from manualpar.errors import UsageError
-from manualpar.system.reports.tables import describe_bytes
+from manualpar.inspect.tables import describe_bytes
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = [ROOT / "configs" / "fsdp.py", ROOT / "configs" / "fsdp_lm.py"]

@@ -11,19 +11,18 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manualpar.core.mesh.mesh import abstract_mesh, make_mesh, simulate_devices
-    from manualpar.core.mesh.splitting import fold_rng_over_axis
-    from manualpar.core.modes.gradients import sync_gradients, sync_metrics
-    from manualpar.core.parameters.collectives import gather_array_with_mean_grads
-    from manualpar.core.parameters.sharded_parameter import ShardedParameter
-    from manualpar.core.program.inside_shard_map import (
+    from manualpar.by_hand import (
         accumulate_gradients,
         gather_examples,
         gather_params,
         shard_module_params,
         shard_params,
     )
-    from manualpar.core.program.parameter_average import ema_params, params_ema
+    from manualpar.core.mesh.mesh import abstract_mesh, make_mesh, simulate_devices
+    from manualpar.core.mesh.splitting import fold_rng_over_axis
+    from manualpar.core.modes.gradients import sync_gradients, sync_metrics
+    from manualpar.core.parameters.collectives import gather_array_with_mean_grads
+    from manualpar.core.parameters.sharded_parameter import ShardedParameter
     from manualpar.core.program.program import Program
     from manualpar.core.state.metrics import print_metrics
     from manualpar.core.state.train_state import Batch, TrainState
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from manualpar.models.finetuning.adapter_files import load_adapters, merge_lora, save_adapters
     from manualpar.models.finetuning.lora import lora
     from manualpar.models.finetuning.quantized import quantized
+    from manualpar.parameter_average import ema_params, params_ema
     from manualpar.strategies.data_parallel import data_parallel
     from manualpar.strategies.diloco.builder import diloco
     from manualpar.strategies.fsdp import fsdp
@@ -92,6 +92,9 @@ MOVED = {
     "manualpar.generation": "manualpar.models.generation",
     "manualpar.metrics": "manualpar.core.state.metrics",
     "manualpar.pipeline": "manualpar.layers.pipeline",
+    "manualpar.planner.closed_form": "manualpar.plans.closed_form",
+    "manualpar.planner.gpu_compiler": "manualpar.plans.gpu_compiler",
+    "manualpar.planner.tpu_compiler": "manualpar.plans.tpu_compiler",
     "manualpar.pretrained": "manualpar.models.pretrained",
     "manualpar.storage": "manualpar.system.storage",
     "manualpar.training.cross_entropy": "manualpar.models.cross_entropy",

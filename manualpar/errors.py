@@ -16,11 +16,32 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "FILES_EXIT_CODE",
+    "INTERRUPTED_EXIT_CODE",
+    "MODULES",
+    "TRAIN",
+    "UNREADY_EXIT_CODE",
+    "USAGE_EXIT_CODE",
+    "MissingExtraError",
+    "UsageError",
+    "check_choice",
+    "describe_mistake",
+    "list_some",
+    "naming_arguments",
+    "print_error",
+    "printable",
+    "require",
+    "suggest",
+]
 
 USAGE_EXIT_CODE = 2
 FILES_EXIT_CODE = 6  # A file cannot be read or written, see `training.exit_codes`.
 UNREADY_EXIT_CODE = 7  # `manualpar doctor --cluster`: a run on these hosts would be refused.
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
+LISTED = 5  # The maximum number of differences that an error lists.
 # JAX adds a note about the shortened traceback to errors. The note contains this word.
 JAX_NOTE = "JAX_TRACEBACK_FILTERING"
 # From this ratio of `difflib` on, two names are near each other: `pd` and `dp`, not `zz` and `dp`.
@@ -75,6 +96,14 @@ def suggest(
     return f"; the nearest one is {show(near)}"
 
 
+def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value that is not among the choices."""
+    if isinstance(value, bool) is not isinstance(choices[0], bool) or value not in choices:
+        raise ValueError(
+            f"{builder}: {field}={value!r}, expected one of {', '.join(map(repr, choices))}."
+        )
+
+
 @contextlib.contextmanager
 def naming_arguments(names: Mapping[str, str]) -> Iterator[None]:
     """Names in an error's message what the user has set, in place of a function's arguments.
@@ -106,6 +135,16 @@ def print_error(error: object) -> None:
 def printable(text: object) -> str:
     """Escapes unprintable characters in a line of text, because they could control a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def list_some(lines: Iterable[str]) -> list[str]:
+    """Returns the first `LISTED` lines; if there are more, also a line with the number of the rest.
+
+    Lines are escaped, because they may contain names from untrusted files.
+    """
+    lines = list(lines)
+    rest = len(lines) - LISTED
+    return [*map(printable, lines[:LISTED]), *([f"and {rest} more"] if rest > 0 else [])]
 
 
 # Module -> the extra that installs the module, and the name of its distribution on PyPI.

@@ -12,8 +12,8 @@ class Group(NamedTuple):
     Attributes:
       title: The heading.
       sentence: Markdown below the heading.
-      names: Names as a program imports them. The name of a package stands for all classes and
-        functions in its `__all__` that no other entry lists.
+      names: Names as a program imports them. The name of a package or a module stands for its
+        `__all__`; the page shows all classes and functions in it that no other entry lists.
     """
 
     title: str
@@ -36,8 +36,7 @@ GROUPS = (
             "manualpar.TrainState",
             "manualpar.Batch",
             "manualpar.print_metrics",
-            "manualpar.core.state.metrics.add_metrics",
-            "manualpar.core.state.metrics.mean_metrics",
+            "manualpar.core.state.metrics",
             "manualpar.params_ema",
             "manualpar.ema_params",
         ),
@@ -49,6 +48,10 @@ GROUPS = (
             "manualpar.make_mesh",
             "manualpar.abstract_mesh",
             "manualpar.simulate_devices",
+            "manualpar.core.mesh.mesh",
+            "manualpar.core.mesh.axes",
+            "manualpar.core.mesh.mesh_context",
+            "manualpar.core.mesh.splitting.typed_key",
             "manualpar.system.cluster",
         ),
     ),
@@ -66,7 +69,11 @@ GROUPS = (
             "manualpar.Pipeline",
             "manualpar.layers",
             "manualpar.layers.attention",
+            "manualpar.layers.attention.key_value_cache",
+            "manualpar.layers.model_fields",
+            "manualpar.layers.moe.routing",
             "manualpar.layers.pipeline",
+            "manualpar.layers.pipeline.schedules",
         ),
     ),
     Group(
@@ -83,13 +90,27 @@ GROUPS = (
             "manualpar.sync_gradients",
             "manualpar.sync_metrics",
             "manualpar.fold_rng_over_axis",
+            "manualpar.core.parameters.collectives",
+            "manualpar.core.parameters.sharded_parameter",
+            "manualpar.quantization",
         ),
     ),
     Group(
         "Inspect a step",
         "These functions read what a step sends, computes and holds, and compare it with one "
         "device. [Find a problem](../find_a_problem.md) uses them.",
-        ("manualpar.assert_same_as_one_device", "manualpar.inspect"),
+        (
+            "manualpar.assert_same_as_one_device",
+            "manualpar.inspect",
+            "manualpar.inspect.budgets",
+            "manualpar.inspect.ledger_difference",
+            "manualpar.inspect.layer_formulas",
+            "manualpar.inspect.throughput",
+            "manualpar.inspect.scope_parsing",
+            "manualpar.core.modes.layer_loops",
+            "manualpar.core.mesh.compiler_options",
+            "manualpar.core.tracing.scopes",
+        ),
     ),
     Group(
         "Models and losses",
@@ -154,13 +175,10 @@ GROUPS = (
         "Plan",
         "[Plan a pod](../plan_a_pod.md) estimates steps on devices that you do not have.",
         (
-            "manualpar.planner.topology.parse_topology",
-            "manualpar.planner.step_work.read_work",
-            "manualpar.planner.roofline.estimate",
-            "manualpar.planner.plan.StepEstimate",
-            "manualpar.planner.tpu_compiler.compile_for_tpu",
-            "manualpar.planner.gpu_compiler.compile_for_gpu",
-            "manualpar.planner.closed_form.layout_search.rank_layouts",
+            "manualpar.planner",
+            "manualpar.plans.tpu_compiler.compile_for_tpu",
+            "manualpar.plans.gpu_compiler.compile_for_gpu",
+            "manualpar.plans.closed_form.layout_search.rank_layouts",
         ),
     ),
     Group(
@@ -168,11 +186,23 @@ GROUPS = (
         "[Write a strategy](../strategies.md#write-a-strategy) puts these together.",
         (
             "manualpar.strategies",
-            "manualpar.core.modes.strategy.Strategy",
-            "manualpar.core.modes.strategy.CommCounts",
-            "manualpar.core.parameters.placement.replicate",
-            "manualpar.core.parameters.placement.shard_one_dim",
-            "manualpar.core.parameters.placement.shard_state_only",
+            "manualpar.core.modes.strategy",
+            "manualpar.core.parameters.placement",
+        ),
+    ),
+    Group(
+        "Extend the package",
+        "Applications of this package use these names too: to read and write states in files, to "
+        "wrap the models of a library, and to report in the same style.",
+        (
+            "manualpar.core.program.state_arrays",
+            "manualpar.core.model.interface",
+            "manualpar.core.trees",
+            "manualpar.core.summary",
+            "manualpar.checks.guarded_step.check_state",
+            "manualpar.checks.guarded_step.check_integers",
+            "manualpar.inspect.tables",
+            "manualpar.errors",
         ),
     ),
 )

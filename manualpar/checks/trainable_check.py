@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.model.trace_model import TracedModel
-from manualpar.core.parameters.trainable import is_trained
+from manualpar.core.parameters.placement import is_trained
 
 
 def check_trainable(strategy: str, model: TracedModel) -> None:

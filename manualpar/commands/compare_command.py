@@ -52,21 +52,21 @@ from manualpar.inspect import (
     trace_outer_steps,
 )
 from manualpar.inspect.step_ledger import describe_codes
-from manualpar.models import Transformer
-from manualpar.models.transformer_collectives import transformer_sends
-from manualpar.strategies import Field, strategy_kinds
-from manualpar.strategies.registry import fields_of_manual_mode
-from manualpar.system.reports import pictures
-from manualpar.system.reports.pictures import Bar
-from manualpar.system.reports.tables import (
+from manualpar.inspect.tables import (
     UNKNOWN,
-    Column,
+    TableColumn,
     describe_bytes,
     markdown_table,
     print_line,
     print_table,
     print_wrapped,
 )
+from manualpar.models import Transformer
+from manualpar.models.transformer_collectives import transformer_sends
+from manualpar.strategies import Field, strategy_kinds
+from manualpar.strategies.registry import fields_of_manual_mode
+from manualpar.system.reports import pictures
+from manualpar.system.reports.pictures import Bar
 from manualpar.system.storage.untrusted import write_file
 from manualpar.training.config_fields import FIELDS
 from manualpar.training.experiment import Experiment, prepare
@@ -108,21 +108,21 @@ def _kib(size: float | None) -> str:
     return UNKNOWN if size is None else f"{size / 1024:,.1f}"
 
 
-COLUMNS: Sequence[Column[Row]] = (
-    Column("", name),
-    Column("final loss", lambda row: row["losses"][-1], "{:.6f}".format),
-    Column("minus one device", "difference", "{:+.1e}".format),
-    Column("state KiB", "state_bytes", _kib),
-    Column("tempor. KiB", "temporary_bytes", _kib),
-    Column("sent KiB", "bytes_sent", _kib),
-    Column(
+COLUMNS: Sequence[TableColumn[Row]] = (
+    TableColumn("", name),
+    TableColumn("final loss", lambda row: row["losses"][-1], "{:.6f}".format),
+    TableColumn("minus one device", "difference", "{:+.1e}".format),
+    TableColumn("state KiB", "state_bytes", _kib),
+    TableColumn("tempor. KiB", "temporary_bytes", _kib),
+    TableColumn("sent KiB", "bytes_sent", _kib),
+    TableColumn(
         "formula KiB",
         lambda row: "≤ " * row["formula_is_bound"] + _kib(row["formula_bytes"]),
         str,
     ),
-    Column("calls", _counts, str),
-    Column("compile s", "compile_seconds", "{:.1f}".format),
-    Column("step ratio", "step_ratio", "{:.2f}".format),
+    TableColumn("calls", _counts, str),
+    TableColumn("compile s", "compile_seconds", "{:.1f}".format),
+    TableColumn("step ratio", "step_ratio", "{:.2f}".format),
 )
 
 

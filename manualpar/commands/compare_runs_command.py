@@ -15,14 +15,14 @@ import rich.console
 
 from manualpar.commands.results import answer, check_output, results_folder, users_mistakes
 from manualpar.errors import MissingExtraError, UsageError
-from manualpar.system.reports.help_text import OneSentenceParser
-from manualpar.system.reports.tables import (
+from manualpar.inspect.tables import (
     describe_bytes,
     describe_seconds,
     print_line,
     print_table,
     text_columns,
 )
+from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import AnyPath, BucketPath, path_flag
 from manualpar.system.storage.untrusted import write_file
 from manualpar.training.monitoring.report import draw_charts, flatten, make_page, make_table

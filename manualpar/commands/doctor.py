@@ -152,7 +152,7 @@ def config_facts(config: Any) -> Iterator[Fact]:
     """Yields facts about a config: whether it would run, as far as is known before compilation."""
     # These imports need an extra, which may be missing.
     from manualpar.core.mesh.mesh import describe_mesh
-    from manualpar.system.reports.tables import describe_bytes
+    from manualpar.inspect.tables import describe_bytes
     from manualpar.training.experiment import prepare
     from manualpar.training.memory_check import check_fits, least_bytes
 

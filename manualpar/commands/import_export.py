@@ -22,6 +22,7 @@ from manualpar.errors import (
     describe_mistake,
     print_error,
 )
+from manualpar.inspect.tables import describe_bytes
 from manualpar.models.pretrained import export_hf, export_peft, load, load_peft
 from manualpar.models.pretrained.export import (
     SHARD_BYTES,
@@ -33,7 +34,6 @@ from manualpar.models.pretrained.tensor_files import CONFIG_FILE, model_director
 from manualpar.system.cluster import FAILED_EXIT_CODE, Cluster, DisagreementError, initialize
 from manualpar.system.cluster.agreement import failing_together
 from manualpar.system.reports.help_text import OneSentenceParser
-from manualpar.system.reports.tables import describe_bytes
 from manualpar.system.storage import AnyPath, BucketPath, path_flag, user_path, writing
 from manualpar.system.storage.durable_files import check_writable
 from manualpar.system.storage.untrusted import read_file, write_file

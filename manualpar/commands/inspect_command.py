@@ -73,6 +73,19 @@ from manualpar.inspect.ledger_difference import (
 from manualpar.inspect.scope_parsing import LAYER_SCOPES, OTHER
 from manualpar.inspect.state_layout import trained_parts
 from manualpar.inspect.step_ledger import ledger
+from manualpar.inspect.tables import (
+    UNKNOWN,
+    TableColumn,
+    describe_bytes,
+    describe_count,
+    describe_difference,
+    describe_flops,
+    describe_share,
+    print_line,
+    print_table,
+    share_of,
+    text_columns,
+)
 from manualpar.layers.pipeline.executor import PipelineRun
 from manualpar.layers.pipeline.schedules import (
     Costs,
@@ -86,19 +99,6 @@ from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.planner.hardware import chip_named
 from manualpar.system.reports import pictures
 from manualpar.system.reports.pictures import Bar
-from manualpar.system.reports.tables import (
-    UNKNOWN,
-    Column,
-    describe_bytes,
-    describe_count,
-    describe_difference,
-    describe_flops,
-    describe_share,
-    print_line,
-    print_table,
-    share_of,
-    text_columns,
-)
 from manualpar.system.storage.untrusted import read_object, write_named_file
 from manualpar.training.experiment import Experiment, prepare
 
@@ -106,37 +106,37 @@ from manualpar.training.experiment import Experiment, prepare
 # Prints ledgers and their differences as tables. Every number is per device and per step.
 #
 # The tables show the JSON that is also written to files, see `manualpar.commands.inspect_command`.
-# A table is declared as a list of `Column`s, each of which takes one value from every row.
+# A table is declared as a list of `TableColumn`s, each of which takes one value from every row.
 
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 MOST_MODULES = 24  # Rows of a table; the JSON file has all of them.
 MOST_CHANGES = 40
 _OF_LAYERS = (*LAYER_SCOPES, CAST_SCOPE)
-PARTS: Sequence[Column[Json]] = (
-    Column("parameters", "name"),
-    Column("arrays", "arrays", describe_count),
-    Column("elements", "elements", describe_count),
-    Column("held", "bytes", describe_bytes),
-    Column("optimizer state", "optimizer", describe_bytes),
-    Column("gradients sent", "sent", describe_bytes),
+PARTS: Sequence[TableColumn[Json]] = (
+    TableColumn("parameters", "name"),
+    TableColumn("arrays", "arrays", describe_count),
+    TableColumn("elements", "elements", describe_count),
+    TableColumn("held", "bytes", describe_bytes),
+    TableColumn("optimizer state", "optimizer", describe_bytes),
+    TableColumn("gradients sent", "sent", describe_bytes),
 )
-READINGS: Sequence[Column[Json]] = (
-    Column("reading", "name"),
-    Column("sent", "sent", str),
-    *(Column(x.replace("_", "-"), x, describe_count, is_optional=True) for x in KINDS),
-    Column("FLOPs", "flops", describe_flops),
-    Column("memory", "memory", str),
+READINGS: Sequence[TableColumn[Json]] = (
+    TableColumn("reading", "name"),
+    TableColumn("sent", "sent", str),
+    *(TableColumn(x.replace("_", "-"), x, describe_count, is_optional=True) for x in KINDS),
+    TableColumn("FLOPs", "flops", describe_flops),
+    TableColumn("memory", "memory", str),
 )
-SUMMARY: Sequence[Column[Json]] = (
-    Column("", "name"),
-    Column("collectives", "collectives", describe_count),
-    Column("sent", "bytes sent", describe_bytes),
-    Column("closed form", "closed form", str),
-    Column("compiled", "compiled: bytes sent", describe_bytes),
-    Column("FLOPs", "FLOPs", describe_flops),
-    Column("memory", "memory: peak", describe_bytes),
-    Column("temporaries", "compiled: temporaries", describe_bytes),
+SUMMARY: Sequence[TableColumn[Json]] = (
+    TableColumn("", "name"),
+    TableColumn("collectives", "collectives", describe_count),
+    TableColumn("sent", "bytes sent", describe_bytes),
+    TableColumn("closed form", "closed form", str),
+    TableColumn("compiled", "compiled: bytes sent", describe_bytes),
+    TableColumn("FLOPs", "FLOPs", describe_flops),
+    TableColumn("memory", "memory: peak", describe_bytes),
+    TableColumn("temporaries", "compiled: temporaries", describe_bytes),
 )
 
 
@@ -278,16 +278,16 @@ def _print_purposes(console: rich.console.Console, ledger: Json, title: str) -> 
     sums = sent_by(read_collectives(ledger), "purpose", "axes")
     rows = [(*names, *x) for names, x in sorted(sums.items(), key=lambda item: -item[1].bytes)]
     times, total = sum(x.times for x in sums.values()), sum(x.bytes for x in sums.values())
-    columns = [Column("purpose", 0), Column("axes", 1), *_sent_columns(2, total)]
+    columns = [TableColumn("purpose", 0), TableColumn("axes", 1), *_sent_columns(2, total)]
     print_table(console, columns, rows, title=title, last=("total", "", times, total))
 
 
-def _sent_columns(index: int, total: float) -> list[Column[Any]]:
+def _sent_columns(index: int, total: float) -> list[TableColumn[Any]]:
     """Returns columns for a number of collectives, at `index` in a row, and their bytes."""
     return [
-        Column("collectives", index, describe_count),
-        Column("sent", index + 1, describe_bytes),
-        Column("share", index + 1, share_of(total), is_summed=False),
+        TableColumn("collectives", index, describe_count),
+        TableColumn("sent", index + 1, describe_bytes),
+        TableColumn("share", index + 1, share_of(total), is_summed=False),
     ]
 
 
@@ -304,12 +304,12 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
         )
         for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: (-sent.get(x, 0), x))
     ]
-    columns: list[Column[Any]] = [
-        Column("axes", 0),
-        Column("devices", 1, describe_count),
-        Column("sent", 2, describe_bytes),
-        Column("share", 2, share_of(ledger["bytes"]["total"])),
-        Column("closed form", 3, str),
+    columns: list[TableColumn[Any]] = [
+        TableColumn("axes", 0),
+        TableColumn("devices", 1, describe_count),
+        TableColumn("sent", 2, describe_bytes),
+        TableColumn("share", 2, share_of(ledger["bytes"]["total"])),
+        TableColumn("closed form", 3, str),
     ]
     print_table(console, columns, rows)
 
@@ -339,10 +339,10 @@ def _print_modules(console: rich.console.Console, ledger: Json) -> None:
         rows.append((name, n * sent.times, n * sent.bytes, n * own_flops))
     rows.sort(key=lambda row: (-row[2], -row[3], row[0]))
     columns = [
-        Column("module", 0),
+        TableColumn("module", 0),
         *_sent_columns(1, sum(row[2] for row in rows)),
-        Column("FLOPs", 3, describe_flops),
-        Column("share", 3, share_of(ledger["flops"]["total"])),
+        TableColumn("FLOPs", 3, describe_flops),
+        TableColumn("share", 3, share_of(ledger["flops"]["total"])),
     ]
     print_table(console, columns, rows, most=MOST_MODULES)
 
@@ -355,8 +355,10 @@ def _print_parts(
 ) -> None:
     """Prints a table of numbers; the last number must be the sum of the others."""
     *parts, total = numbers.items()
-    share: Column[Any] = Column("share", 1, share_of(total[1]), is_summed=False)
-    print_table(console, [Column(title, 0), Column("", 1, describe), share], parts, last=total)
+    share: TableColumn[Any] = TableColumn("share", 1, share_of(total[1]), is_summed=False)
+    print_table(
+        console, [TableColumn(title, 0), TableColumn("", 1, describe), share], parts, last=total
+    )
 
 
 def _print_readings(console: rich.console.Console, ledger: Json) -> None:
@@ -615,13 +617,15 @@ def print_schedule(console: rich.console.Console, name: str, schedule: Json) -> 
     ticks = {
         stage: [x.tick for x in table.events if x.stage == stage] for stage in range(len(busy))
     }
-    columns: list[Column[int]] = [
-        Column("stage", str),
-        Column("first tick", lambda stage: min(ticks[stage]), str),
-        Column("last tick", lambda stage: max(ticks[stage]), str),
-        Column("in flight", lambda stage: table.in_flight[stage], str),
-        Column("computes", lambda stage: busy[stage], describe_flops),
-        Column("of the time", lambda stage: busy[stage], share_of(table.tick_times(costs).sum())),
+    columns: list[TableColumn[int]] = [
+        TableColumn("stage", str),
+        TableColumn("first tick", lambda stage: min(ticks[stage]), str),
+        TableColumn("last tick", lambda stage: max(ticks[stage]), str),
+        TableColumn("in flight", lambda stage: table.in_flight[stage], str),
+        TableColumn("computes", lambda stage: busy[stage], describe_flops),
+        TableColumn(
+            "of the time", lambda stage: busy[stage], share_of(table.tick_times(costs).sum())
+        ),
     ]
     print_table(console, columns, list(ticks))
     print_line(

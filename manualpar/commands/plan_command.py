@@ -23,20 +23,24 @@ from manualpar.commands.results import (
 )
 from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.errors import UsageError, suggest
+from manualpar.inspect.tables import print_line
 from manualpar.models import Transformer
-from manualpar.planner.closed_form.layout import STRATEGIES, check_closed_form
-from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
-from manualpar.planner.closed_form.layout_search import (
+from manualpar.planner.plan import StepEstimate
+from manualpar.planner.roofline import estimate
+from manualpar.planner.step_work import read_work
+from manualpar.planner.topology import parse_topology
+from manualpar.plans.closed_form.layout import STRATEGIES, check_closed_form
+from manualpar.plans.closed_form.layout_estimate import LayoutEstimator
+from manualpar.plans.closed_form.layout_search import (
     fastest_of_each_mesh,
     layout_flags,
     rank_layouts,
     trace_layout,
 )
-from manualpar.planner.compiler_worker import installed
-from manualpar.planner.gpu_compiler import GPU, compile_for_gpu
-from manualpar.planner.overlap_trial import compile_both
-from manualpar.planner.plan import StepEstimate
-from manualpar.planner.plan_report import (
+from manualpar.plans.compiler_worker import installed
+from manualpar.plans.gpu_compiler import GPU, compile_for_gpu
+from manualpar.plans.overlap_trial import compile_both
+from manualpar.plans.plan_report import (
     draw_plans,
     draw_search,
     print_assumptions,
@@ -47,14 +51,17 @@ from manualpar.planner.plan_report import (
     print_traced,
     search_json,
 )
-from manualpar.planner.planned_experiment import planned_task, prepare_planned
-from manualpar.planner.roofline import estimate
-from manualpar.planner.step_work import has_kernel, read_work
-from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, throughput_of
-from manualpar.planner.topology import parse_topology
-from manualpar.planner.tpu_compiler import TPU, compile_for_tpu
+from manualpar.plans.planned_experiment import planned_task, prepare_planned
+from manualpar.plans.sweep import (
+    Builder,
+    Candidate,
+    has_kernel,
+    scaling_curves,
+    sweep,
+    throughput_of,
+)
+from manualpar.plans.tpu_compiler import TPU, compile_for_tpu
 from manualpar.strategies import strategy_kinds
-from manualpar.system.reports.tables import print_line
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.monitoring.run_files import CONFIG_FILE

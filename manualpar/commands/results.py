@@ -20,7 +20,7 @@ from manualpar.errors import (
     describe_mistake,
     print_error,
 )
-from manualpar.system.reports.tables import print_line
+from manualpar.inspect.tables import print_line
 from manualpar.system.storage.compilation_cache import check_compilation_cache
 from manualpar.system.storage.durable_files import check_writable
 from manualpar.system.storage.untrusted import write_file

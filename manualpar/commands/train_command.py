@@ -21,6 +21,7 @@ from manualpar.errors import (
     print_error,
     printable,
 )
+from manualpar.inspect.tables import print_line
 from manualpar.system.cluster import (
     LOST_PROCESS_EXIT_CODE,
     TERMINATED_EXIT_CODE,
@@ -29,7 +30,6 @@ from manualpar.system.cluster import (
     NotMetError,
     initialize,
 )
-from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketError
 from manualpar.training.agreed_facts import experiment_facts, run_facts
 from manualpar.training.config import check_config

@@ -12,6 +12,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+from manualpar.core.trees import path_name
+
+__all__ = [
+    "Summarized",
+    "as_text",
+    "describe_fields",
+    "describe_function",
+    "describe_shapes",
+    "describe_tree",
+    "leaf_types",
+    "show_array",
+    "show_leaf",
+]
 
 WIDTH = 100  # The most characters of a value in a summary of fields.
 SHOWN = 6  # The most leaves of a tree whose shapes are listed, and entries of a container.
@@ -85,6 +101,26 @@ def describe_function(function: Any) -> str:
         bound += [f"{name}={_describe(x)}" for name, x in function.keywords.items()]
         return f"{describe_function(function.func)}({', '.join(bound)})"
     return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def show_array(dtype: Any, shape: Any) -> str:
+    """Writes a dtype and a shape, for messages: `float32[8,4]`."""
+    name = getattr(dtype, "name", None) or jnp.dtype(dtype).name
+    return f"{name}[{','.join(map(str, shape))}]"
+
+
+def show_leaf(x: Any) -> str:
+    """Writes the dtype and shape of an array, or the type of another leaf, for messages."""
+    array = x if hasattr(x, "dtype") and hasattr(x, "shape") else np.asarray(x)
+    if array.dtype == object:
+        return f"a {type(x).__name__}"
+    return show_array(array.dtype, array.shape)
+
+
+def leaf_types(tree: Any) -> dict[str, str]:
+    """Writes the dtype and shape of each array of a tree, by its name."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): show_array(x.dtype, x.shape) for path, x in leaves}
 
 
 def _describe(value: Any) -> str:

@@ -8,6 +8,11 @@ from typing import Any, TypeAlias
 
 import jax
 
+__all__ = [
+    "path_keys",
+    "path_name",
+]
+
 Params: TypeAlias = Any  # The model's parameters; a step puts some in boxes, see `ArrayBox`.
 Grads: TypeAlias = Any  # Gradients: a tree like the trained parameters.
 Collections: TypeAlias = Any  # The model's other variables by collection, such as `batch_stats`.

@@ -38,7 +38,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.program.guarded_step import check_integers
+from manualpar.checks.guarded_step import check_integers
 from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import Split
 from manualpar.data.mixture import SLOTS, MixedSplit

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from manualpar.core.program.guarded_step import check_integers
+from manualpar.checks.guarded_step import check_integers
 from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import (
     SPLITS,

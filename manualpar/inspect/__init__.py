@@ -15,15 +15,17 @@ from manualpar.inspect.compiled import (
     read_compiled,
 )
 from manualpar.inspect.expected_bytes import (
+    ParameterForm,
+    PipelineForm,
     of_parameters,
     outer_step_bytes,
     step_bytes,
     total_step_bytes,
 )
-from manualpar.inspect.flops import Computation
+from manualpar.inspect.flops import Computation, Product, ProductReader, TickParts, stage_costs
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.state_layout import draw_sharding, layout_table, state_bytes
-from manualpar.inspect.step_ledger import Ledger, ledger, trace_outer_steps
+from manualpar.inspect.step_ledger import Ledger, describe_codes, ledger, trace_outer_steps
 from manualpar.inspect.xla_changes import Change, find_changes
 
 __all__ = [
@@ -34,9 +36,15 @@ __all__ = [
     "Computation",
     "Ledger",
     "Memory",
+    "ParameterForm",
+    "PipelineForm",
+    "Product",
+    "ProductReader",
+    "TickParts",
     "bytes_by_axes",
     "compiled_collectives",
     "count_by_kind",
+    "describe_codes",
     "draw_sharding",
     "find_changes",
     "layout_table",
@@ -45,6 +53,7 @@ __all__ = [
     "outer_step_bytes",
     "read_compiled",
     "ring_bytes",
+    "stage_costs",
     "state_bytes",
     "step_bytes",
     "step_memory",

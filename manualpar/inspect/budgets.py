@@ -43,6 +43,19 @@ from manualpar.errors import UsageError, suggest
 from manualpar.inspect.ledger_difference import NOTHING, Json, name_module, sent_by, totals
 from manualpar.inspect.scope_parsing import OTHER
 
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "Verdict",
+    "budget_for",
+    "budget_text",
+    "check_budget",
+    "parse_budgets",
+    "parse_size",
+    "read_budgets",
+    "replace_budget",
+]
+
 # Name of a limit on the whole step -> name of the limited number in the totals of a ledger.
 TOTALS = {
     "bytes": "bytes sent",

@@ -12,7 +12,7 @@ The all-reduce of the gradient runs once a step (`S = 1` under data parallelism)
 the dtype that is sent: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a
 reduction, the parameter's dtype for the gather of a new value. With `gather_code` or `reduce_code`
 devices send quantized numbers. `n` numbers then take `c(n)` bytes
-(`manualpar.core.parameters.quantized_collectives.quantized_bytes`), and a device sends for each
+(`manualpar.quantization.quantized_collectives.quantized_bytes`), and a device sends for each
 
     all-gather, or all-to-all in place of a reduce-scatter          c(P / S) (S - 1)
     all-to-all and all-gather in place of an all-reduce             2 c(P / S / R) (R - 1)
@@ -93,7 +93,7 @@ from manualpar.layers.pipeline.staged_loss import StagedLoss
 # A strategy gives three counts for each parameter: how often a step gathers it, scatters its
 # gradient and gathers its new value (`manualpar.core.modes.strategy.CommCounts`). The parameter's
 # placement gives the axes. `manualpar.inspect.expected_bytes` explains the bytes, and sums them
-# for a program; `manualpar.planner.closed_form` uses the same collectives for layouts without a
+# for a program; `manualpar.plans.closed_form` uses the same collectives for layouts without a
 # program.
 #
 # In a pipeline whose stages run several chunks of layers, one use of a stacked parameter reads

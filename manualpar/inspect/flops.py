@@ -343,6 +343,7 @@ def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
     Args:
       traced: The traced train step of a program with a pipeline, such as
         `program.train_step.trace(program.abstract_state, program.abstract_batch)`.
+      table: The table of the pipeline's schedule, as `make_table` returns it.
 
     Returns:
       The floating point operations of each part in one tick. With one stage, all operations count

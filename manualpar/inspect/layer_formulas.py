@@ -49,6 +49,25 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.inspect.communication import Collective, Kind
 
+__all__ = [
+    "BACKWARD",
+    "FLOAT32",
+    "FORWARD",
+    "INT32",
+    "RECOMPUTED",
+    "LayerActivations",
+    "attention_collectives",
+    "block_collectives",
+    "cross_entropy_collectives",
+    "document_collectives",
+    "expert_collectives",
+    "head_collectives",
+    "lookup_collectives",
+    "loss_of_experts_collectives",
+    "router_collectives",
+    "routing_collectives",
+]
+
 FLOAT32 = jnp.dtype("float32")  # The dtype of norms' scales and of losses in every program.
 INT32 = jnp.dtype("int32")
 # The scopes that JAX writes around a model's operations in the two passes.
@@ -115,10 +134,15 @@ def block_collectives(
     """Yields the collectives of a block: attention and MLP, each after a norm.
 
     Args:
+      x: The activations of the block on a device.
+      passes: How often the forward pass of the block runs in a minibatch.
       recomputed: Whether remat runs the forward pass again in the backward pass. It repeats the
         last sum of the block only with `post_norms`, because only a norm after the sum needs it.
       post_norms: Whether norms also follow attention and MLP.
+      out_biases: The number of biases that are added to the sum of the devices' outputs.
       head_norms: The sizes of the norms of queries and keys, whose scales all heads share.
+      wide_norms: The number of norms over the features of all heads, whose mean square is summed.
+      pre_norms: The number of norms before attention and MLP.
       norm_vectors: The number of vectors of a norm: its scale, and its bias if it has one.
       shared: Whether attention and MLP read the result of one norm.
       parallel: Whether the MLP reads the block's input, so that remat repeats no sum.
@@ -126,6 +150,7 @@ def block_collectives(
         the activations.
       latent_norms: With latent attention, the features of the norms of latents.
       latent_kernels: With latent attention, the outputs of the products that make latents.
+      dtype: The dtype of the gradients of `latent_kernels`.
     """
     entered = [dataclasses.replace(x, shape=(*x.shape[:2], size)) for size in latents]
     for array in (*(entered or [x]), *([] if shared else [x])):

@@ -11,6 +11,19 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+__all__ = [
+    "NAMES",
+    "NOTHING",
+    "Difference",
+    "Json",
+    "Sent",
+    "bytes_more",
+    "compare_ledgers",
+    "name_module",
+    "sent_by",
+    "totals",
+]
+
 Json = Mapping[str, Any]
 
 

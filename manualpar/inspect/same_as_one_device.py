@@ -23,14 +23,21 @@ from manualpar.core.mesh.axes import axis_tuple, names_to_spec
 from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.loss_function import Mean
-from manualpar.core.parameters.placement import ParameterInfo, Route, split_names, state_specs
+from manualpar.core.parameters.placement import (
+    ParameterInfo,
+    Route,
+    combine,
+    partition,
+    split_names,
+    state_specs,
+    trained,
+)
 from manualpar.core.parameters.sharded_parameter import cast_floating
-from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import StepSums, mean, sum_of_means
-from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.trees import path_name
+from manualpar.errors import list_some
 
 
 def assert_same_as_one_device(

@@ -35,6 +35,16 @@ from manualpar.core.tracing.scopes import (
     ticks_run,
 )
 
+__all__ = [
+    "LAYER_SCOPES",
+    "OTHER",
+    "PHASES",
+    "Phase",
+    "module_of",
+    "phase_of",
+    "purpose_in",
+]
+
 Phase = Literal["forward", "backward", "recomputed", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed", "update")
 

@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 
 from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple
-from manualpar.core.parameters.trainable import partition
+from manualpar.core.parameters.placement import partition
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.core.trees import path_name

@@ -14,6 +14,19 @@ from typing import Any, NoReturn
 from manualpar.core.model.options import first_sentences
 from manualpar.strategies import Field
 
+__all__ = [
+    "LARGEST_FLOAT",
+    "MOST_WRITTEN_OUT",
+    "FieldGroup",
+    "config_field",
+    "config_fields",
+    "find_fields",
+    "flat_field",
+    "refuse",
+    "refuse_unknown",
+    "replace_in_groups",
+]
+
 # The largest number of layers, minibatches or experts that the program contains one by one. Tracing
 # and compiling takes 0.1 s for a layer or a minibatch, and 12 ms for an expert, because each expert
 # has a metric of how often it is chosen.

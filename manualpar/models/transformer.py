@@ -636,7 +636,7 @@ class Transformer(nn.Module):
     annotate: bool = False
 
     # Evaluation uses these values, because both fields apply only to training, see
-    # `manualpar.core.model.evaluation`.
+    # `manualpar.core.model.apply_fn`.
     evaluation_fields: ClassVar[Mapping[str, Any]] = {"label_smoothing": 0.0, "z_loss": 0.0}
 
     @nn.compact

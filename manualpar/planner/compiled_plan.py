@@ -30,6 +30,7 @@ from manualpar.inspect.compiled import (
 )
 from manualpar.inspect.flops import CUDNN_PRODUCTS
 from manualpar.inspect.scope_parsing import compiled_scopes, module_of, phase_of
+from manualpar.inspect.throughput import Throughput
 from manualpar.planner.compiled_timeline import (
     ALL_LINKS,
     FREE_OPCODES,
@@ -50,7 +51,6 @@ from manualpar.planner.timed_collectives import (
     planned_collectives,
 )
 from manualpar.planner.topology import Ring, Topology, is_closed, ring_over
-from manualpar.training.monitoring.throughput import Throughput
 
 NUM_NOTED, NUM_NOTED_HIDDEN = 5, 3
 Key = TypeVar("Key")
@@ -61,7 +61,7 @@ MODEL = "Transformer"  # Flax begins every scope with the model's name.
 class CompiledStep(Summarized):
     """A training step as XLA has compiled it for a topology.
 
-    `facts` is the result of `manualpar.planner.compiler_worker`: name, mesh, sizes, and versions.
+    `facts` is the result of `manualpar.plans.compiler_worker`: name, mesh, sizes, and versions.
     If the step fits, `facts["memory"]` has the bytes on a chip by `arguments`, `outputs`, `aliased`
     (outputs in the place of arguments), `temporaries`, `code` and `peak`, and `text` is the
     program. Otherwise `facts["out_of_memory"]` is the compiler's message, and `text` is "".

@@ -1,6 +1,6 @@
 """Chips and the networks between them, with the source of each number.
 
-Peak FLOP/s come from `manualpar.training.monitoring.throughput.PEAKS`. Every number of a `Chip` is
+Peak FLOP/s come from `manualpar.inspect.throughput.PEAKS`. Every number of a `Chip` is
 per `jax.Device`. A TPU7x chip is two devices, so each device has half of the chip's number.
 Bandwidths are bytes per second in one direction. (Vendors mostly print the sum of both directions,
 or bits.)
@@ -37,8 +37,8 @@ from manualpar.core.tracing.scopes import (
 from manualpar.errors import suggest
 from manualpar.inspect.compiled import Instruction, Instructions, array_bytes, arrays
 from manualpar.inspect.flops import flops_of, product_dtype
+from manualpar.inspect.throughput import PEAKS, peak_flops
 from manualpar.layers.attention.causal_attention import Device
-from manualpar.training.monitoring.throughput import PEAKS, peak_flops
 
 GIGA, GIB, MICRO = 1e9, 2**30, 1e-6
 TPU_DOCS = "https://docs.cloud.google.com/tpu/docs/"

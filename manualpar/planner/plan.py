@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manualpar.core.summary import Summarized
-from manualpar.system.reports.tables import (
-    Column,
+from manualpar.inspect.tables import (
+    TableColumn,
     describe_bytes,
     describe_count,
     describe_seconds,
     describe_share,
 )
-from manualpar.training.monitoring.throughput import Throughput
+from manualpar.inspect.throughput import Throughput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,21 +165,21 @@ def _tokens_of_a_device(plan: StepEstimate) -> float | None:
     return plan.tokens_per_second and plan.tokens_per_second / plan.num_devices
 
 
-_optional = functools.partial(Column, is_optional=True)
-FITS: Column[StepEstimate] = Column("fits", _describe_fit, str)
+_optional = functools.partial(TableColumn, is_optional=True)
+FITS: TableColumn[StepEstimate] = TableColumn("fits", _describe_fit, str)
 # The lines that follow the classes of memory in the table of plans.
-LINES: Sequence[Column[StepEstimate]] = (
-    Column("  all, at the peak", "peak_bytes", describe_bytes),
-    Column("  of", "hbm_bytes", describe_bytes),
-    Column("step, estimated", "step_seconds", describe_seconds),
+LINES: Sequence[TableColumn[StepEstimate]] = (
+    TableColumn("  all, at the peak", "peak_bytes", describe_bytes),
+    TableColumn("  of", "hbm_bytes", describe_bytes),
+    TableColumn("step, estimated", "step_seconds", describe_seconds),
     _optional("  with each link by itself", "step_seconds_by_links", describe_seconds),
-    Column("  computing", "compute_seconds", describe_seconds),
-    Column("    of it waiting for memory", "hbm_seconds", describe_seconds),
-    Column("  sending, exposed", "exposed_seconds", describe_seconds),
-    Column("  sending, overlapped", "overlapped_seconds", describe_seconds),
+    TableColumn("  computing", "compute_seconds", describe_seconds),
+    TableColumn("    of it waiting for memory", "hbm_seconds", describe_seconds),
+    TableColumn("  sending, exposed", "exposed_seconds", describe_seconds),
+    TableColumn("  sending, overlapped", "overlapped_seconds", describe_seconds),
     _optional("  waiting for other stages", "bubble_seconds", describe_seconds),
     _optional("  sending over slow links", "slow_seconds", describe_seconds),
-    Column("bytes sent a device", "bytes_sent", describe_bytes),
+    TableColumn("bytes sent a device", "bytes_sent", describe_bytes),
     _optional("  over slow links", "slow_bytes", describe_bytes),
     _optional("tokens/s", "tokens_per_second", describe_count),
     _optional("  a device", _tokens_of_a_device, describe_count),
@@ -188,5 +188,5 @@ LINES: Sequence[Column[StepEstimate]] = (
         lambda x: None if x.tokens_per_second else x.examples_per_second,
         describe_count,
     ),
-    Column("MFU", "mfu", describe_share),
+    TableColumn("MFU", "mfu", describe_share),
 )

@@ -23,12 +23,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.compiler_options import Overlap
 from manualpar.core.mesh.mesh import in_order, platform_of
-from manualpar.core.parameters.trainable import partition
+from manualpar.core.parameters.placement import partition
 from manualpar.core.program.program import Program
 from manualpar.core.summary import Summarized
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
@@ -37,12 +36,7 @@ from manualpar.inspect.communication import Around, Collective, read_stage, summ
 from manualpar.inspect.flops import Product, TickParts, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
-from manualpar.layers.attention.causal_attention import best_kind
-from manualpar.models import Transformer
-from manualpar.models.transformer import context_on, heads_of_device, size_of_head
-from manualpar.planner.hardware import Chip
-from manualpar.training.monitoring.throughput import Throughput
-from manualpar.training.task import CONTEXT_AXIS
+from manualpar.inspect.throughput import Throughput
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 
@@ -140,9 +134,9 @@ def read_work(
         of the mesh's platform, see `step_memory`; for TPUs' if the platform is not known.
       throughput: The examples of a step, their tokens and their FLOPs.
       order: The axes of the mesh, the axis on the slowest links first; see `make_mesh`.
-      fused_attention: Whether causal attention is timed as one kernel, see `has_kernel` and
-        `manualpar.inspect.flops`. Memory is always the memory of the traced program, which may
-        store scores.
+      fused_attention: Whether causal attention is timed as one kernel, see
+        `manualpar.plans.sweep.has_kernel` and `manualpar.inspect.flops`. Memory is always the
+        memory of the traced program, which may store scores.
       overlap: The config's `parallel.overlap`.
 
     Raises:
@@ -195,33 +189,6 @@ def read_work(
         every=1 if program.outer is None else program.outer.every,
         _reduces_once=program.strategy.sends(2, False).scatters < 2,
     )
-
-
-def has_kernel(model: Any, program: Program, chip: Chip) -> bool:
-    """Returns whether a model's attention runs in a kernel on a chip.
-
-    A plan is traced without devices that run kernels, so the trace has blockwise attention. If the
-    model does not name a kind, this function asks for the kind that devices of the chip take
-    (`best_kind`). A ring over split sequences has a kernel only on TPUs, and is planned without it.
-    """
-    if not isinstance(model, Transformer):
-        return False
-    sizes, platform = program.mesh.shape, platform_of(program.mesh)
-    if CONTEXT_AXIS in sizes and context_on(model, sizes, platform).how != "ulysses":
-        return False
-    if model.attention.kind:
-        return model.attention.kind in ("splash", "cudnn")
-    inputs = program.abstract_batch.inputs
-    tokens = jax.tree.leaves(inputs)[0]
-    examples = tokens.sharding.shard_shape(tokens.shape)[0] // program.num_minibatches
-    number = max(heads_of_device(model, sizes)[0] // sizes.get(CONTEXT_AXIS, 1), 1)
-    shape = examples, tokens.shape[1], number, size_of_head(model)
-    heads = jax.ShapeDtypeStruct(shape, model.dtype)
-    has_documents = isinstance(inputs, Mapping) or model.bos_token >= 0
-    kind = best_kind(
-        chip.device, heads, heads, model.attention.scoring, has_documents=has_documents
-    )
-    return kind != "blockwise"
 
 
 def _merged(

@@ -4,25 +4,42 @@ Read `data_parallel` first, because it is the simplest, and then `zero`, `fsdp` 
 adds an outer optimizer to one of these strategies.
 """
 
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.strategies import data_parallel, fsdp, hsdp, zero
 from manualpar.strategies.diloco import builder as diloco_config
+from manualpar.strategies.fsdp import fully_sharded
 from manualpar.strategies.registry import (
     PARAMETER_SHARDING_FIELDS,
     REPLICATED_SHARDING_FIELDS,
     STATE_SHARDING_FIELDS,
     Field,
     StrategyKind,
+    fields_of_manual_mode,
+    fields_of_options,
     register,
     strategy_kinds,
+    values_of_options,
+    with_meanings,
 )
+from manualpar.strategies.shared_options import ReplicaMean
 
 __all__ = [
     "BUILT_IN",
+    "FSDP",
+    "PROGRAM_OPTIONS",
     "STATE_SHARDING_FIELDS",
     "Field",
+    "LossFn",
+    "ReplicaMean",
     "StrategyKind",
+    "fields_of_manual_mode",
+    "fields_of_options",
+    "fully_sharded",
     "register",
     "strategy_kinds",
+    "values_of_options",
+    "with_meanings",
 ]
 
 _STATE, _PARAMETERS = STATE_SHARDING_FIELDS, PARAMETER_SHARDING_FIELDS

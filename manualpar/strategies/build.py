@@ -5,6 +5,7 @@ from typing import Any, Unpack, cast
 
 import optax
 
+from manualpar.checks.guarded_step import guard_steps
 from manualpar.checks.program_check import check_program
 from manualpar.core.mesh.mesh_context import explain_shardings, no_mesh
 from manualpar.core.model.interface import Model
@@ -17,7 +18,11 @@ from manualpar.core.model.options import (
     with_defaults,
 )
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.program.program import Program, make_program
+from manualpar.core.program.program import Program, Quantization, make_program
+from manualpar.quantization.gradient_rounding import gradient_rounding
+from manualpar.quantization.quantized_collectives import make_quantizer
+
+QUANTIZATION = Quantization(make_quantizer, gradient_rounding)
 
 
 def build_program(
@@ -58,6 +63,6 @@ def build_checked(
         explain_shardings(strategy.name, complete["mode"]),
         explain_dtypes(strategy.name, complete),
     ):
-        program = make_program(strategy, model, tx, loss_fn, complete)
+        program = make_program(strategy, model, tx, loss_fn, complete, QUANTIZATION)
         check_program(program)
-    return program
+    return guard_steps(program)

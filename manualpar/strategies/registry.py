@@ -133,6 +133,7 @@ def values_of_options(options: OptionTable, values: Mapping[str, Any]) -> dict[s
     """Returns the options that a config sets.
 
     Args:
+      options: The options of a builder, by name.
       values: The config's values by dotted field name. An empty string or tuple stands for the
         default of the option.
     """

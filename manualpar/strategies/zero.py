@@ -11,10 +11,11 @@ import optax
 
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.options import check_choice, lists_options
+from manualpar.core.model.options import lists_options
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import shard_state_only
 from manualpar.core.program.program import Program
+from manualpar.errors import check_choice
 from manualpar.strategies.shared_options import (
     STATE_SHARDING,
     StateShardingOptions,

@@ -22,13 +22,11 @@ from manualpar.core.mesh.compiler_options import (
     keep_if_known,
 )
 from manualpar.core.mesh.mesh import AnyDevices, count_hosts, mesh_of
-from manualpar.core.model.carried_collections import CarryingApply
+from manualpar.core.model.apply_fn import CarryingApply
 from manualpar.core.model.interface import interface_of
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.model.trace_model import init_variables
-from manualpar.core.parameters.placement import strip_boxes
-from manualpar.core.parameters.trainable import combine, is_trained
-from manualpar.core.program.parameter_average import params_ema
+from manualpar.core.parameters.placement import combine, is_trained, strip_boxes
 from manualpar.core.program.program import Program
 from manualpar.core.summary import as_text, describe_fields
 from manualpar.core.trees import path_name
@@ -40,6 +38,7 @@ from manualpar.inspect.state_layout import ALL
 from manualpar.layers.pipeline import Pipeline
 from manualpar.models import Transformer
 from manualpar.models.transformer import size_of_vocabulary
+from manualpar.parameter_average import params_ema
 from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.strategies.registry import fields_of_manual_mode, values_of_options
 from manualpar.training.config import check_config, complete_config, flatten_config, is_own

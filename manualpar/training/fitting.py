@@ -12,14 +12,14 @@ import ml_collections
 import optax
 
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.program.load_state import Missing
 from manualpar.core.program.program import Program
+from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.data import BatchStream, ExampleSplit, as_dataset
 from manualpar.data.dataset import SPLITS
 from manualpar.errors import suggest
+from manualpar.inspect.tables import print_line
 from manualpar.system.cluster import Cluster, initialize
-from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, as_path
 from manualpar.training.agreed_facts import experiment_facts, run_facts
 from manualpar.training.config import (

@@ -11,16 +11,16 @@ from typing import Any
 import jax
 import ml_collections
 
-from manualpar.core.program.load_state import Missing
 from manualpar.core.program.program import Program
+from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import UsageError
+from manualpar.inspect.tables import describe_bytes
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import nest_fields
 from manualpar.models.pretrained import load, load_peft, lora_of_peft, read_architecture
 from manualpar.models.pretrained.architecture import DEFAULTS, SAID
 from manualpar.models.pretrained.tensor_files import model_directory
-from manualpar.system.reports.tables import describe_bytes
 
 
 def fill_from_hf(

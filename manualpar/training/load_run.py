@@ -19,7 +19,6 @@ import ml_collections
 import optax
 
 from manualpar.core.mesh.mesh import make_mesh
-from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import Batch, TrainState
 from manualpar.data import LanguageDataset, load_tokenizer
@@ -29,6 +28,7 @@ from manualpar.models import Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.models.pretrained import load_hf, load_peft, lora_of_peft, read_architecture
 from manualpar.models.pretrained.tensor_files import model_directory
+from manualpar.parameter_average import ema_params
 from manualpar.strategies import FSDP, strategy_kinds
 from manualpar.strategies.registry import fields_of_manual_mode
 from manualpar.system.storage import AnyPath

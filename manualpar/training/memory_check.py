@@ -13,7 +13,7 @@ import jax
 
 from manualpar.core.program.program import Program
 from manualpar.inspect import state_bytes, step_memory
-from manualpar.system.reports.tables import describe_bytes
+from manualpar.inspect.tables import describe_bytes
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 

@@ -14,16 +14,17 @@ import rich.console
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.mesh.mesh import describe_links, describe_mesh
-from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.data.dataset import SPLITS
 from manualpar.errors import UsageError
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.inspect.step_ledger import describe_codes
+from manualpar.inspect.tables import describe_bytes, print_line
+from manualpar.inspect.throughput import Throughput, lowest_peak, memory_in_use
+from manualpar.parameter_average import ema_params
 from manualpar.system.cluster import Cluster
 from manualpar.system.cluster.agreement import first_failure
-from manualpar.system.reports.tables import describe_bytes, print_line
 from manualpar.system.storage import AnyPath, BucketError, mirrored
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import Checkpoints, Restored
@@ -45,7 +46,6 @@ from manualpar.training.monitoring.run_record import (
     TimeLedger,
 )
 from manualpar.training.monitoring.stalls import StallDetector
-from manualpar.training.monitoring.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.training.monitoring.trackers import start_trackers
 from manualpar.training.optimizer import describe_jump
 from manualpar.training.recorder import Recorder

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.program.load_state import Missing
+from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized
 from manualpar.data import (

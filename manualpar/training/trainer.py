@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
 from manualpar.data import Batches, BatchStream, evaluation_batches, train_batches
+from manualpar.parameter_average import ema_params
 from manualpar.system.cluster import UNWATCHED, Cluster
 from manualpar.system.cluster.agreement import gather_in_first
 from manualpar.training.checkpoints import Checkpoints

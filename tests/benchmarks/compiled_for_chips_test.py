@@ -13,7 +13,7 @@ from benchmarks.compiled_for_chips import (
     make_config,
 )
 from manualpar.planner.plan import PlannedCollective, StepEstimate
-from manualpar.planner.planned_experiment import prepare_planned
+from manualpar.plans.planned_experiment import prepare_planned
 
 GATHER = PlannedCollective("all_gather", ("data",), "gather_params", "forward", 3, 3 * 2**20)
 PLAN = StepEstimate(

@@ -12,10 +12,10 @@ from absl import flags
 from manualpar.commands import plan_command as planner_command
 from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.plan_command import PLANNING, plan_command
-from manualpar.planner.closed_form.layout import Layout
-from manualpar.planner.closed_form.layout_search import config_of_layout, layout_flags
 from manualpar.planner.plan import StepEstimate
-from manualpar.planner.sweep import sweep
+from manualpar.plans.closed_form.layout import Layout
+from manualpar.plans.closed_form.layout_search import config_of_layout, layout_flags
+from manualpar.plans.sweep import sweep
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config
 
@@ -222,8 +222,8 @@ def test_another_mode_is_only_the_compilers(capsys):
 @pytest.mark.slow
 def test_a_search_without_closed_form_traces_and_leaves_a_table_and_a_picture(capsys, monkeypatch):
     kinds = {name: strategy_kinds()[name] for name in ("dp", "fsdp")}
-    monkeypatch.setattr("manualpar.planner.sweep.strategy_kinds", lambda: kinds)
-    monkeypatch.setattr("manualpar.planner.sweep.CHIP_COUNTS", (8,))
+    monkeypatch.setattr("manualpar.plans.sweep.strategy_kinds", lambda: kinds)
+    monkeypatch.setattr("manualpar.plans.sweep.CHIP_COUNTS", (8,))
     monkeypatch.setattr(planner_command, "sweep", functools.partial(sweep, traced=1))
     command = _command(CLASSIFIER, "--topology=h100:8", "--search", "--workdir=here")
     assert plan_command(command) == 0

@@ -16,8 +16,8 @@ from manualpar.data import load_dataset
 from manualpar.inspect import ledger
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
-from manualpar.planner.sweep import throughput_of
 from manualpar.planner.topology import parse_topology
+from manualpar.plans.sweep import throughput_of
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.experiment import prepare
 from tests.tiny import BATCHES, Classifier, loss_fn

@@ -31,10 +31,12 @@ CHAPTERS = {
     "training.checkpoints.bucket_arrays": "needs the extra `buckets`",
 }
 
-# The folders of the package, and the folders of its core. A module may import modules of its own
-# folder, and of the folders that are before it in the list.
-WINGS = ("errors", "core", "checks", "strategies", "layers", "inspect", "system")
-WINGS += ("data", "models", "training", "planner", "commands")
+# The folders of the package in two storeys, and the folders of its core. A module may import
+# modules of its own folder, and of the folders that are before it in the list.
+LIBRARY = ("errors", "core", "by_hand", "parameter_average", "quantization", "checks")
+LIBRARY += ("strategies", "layers", "inspect", "planner")
+APPLICATIONS = ("system", "data", "models", "training", "plans", "commands")
+WINGS = LIBRARY + APPLICATIONS
 CORE = ("trees", "summary", "tracing", "mesh", "parameters", "state", "modes", "model")
 CORE += ("program",)
 # Loose files: the public names, and what `python -m` finds.
@@ -81,10 +83,10 @@ MAY_COMMUNICATE = frozenset(
         "core.modes.variable_reduction",
         "core.modes.gradients",
         "core.program.step",
-        "core.parameters.quantized_collectives",
+        "quantization.quantized_collectives",
         "core.parameters.collectives",
         "core.parameters.sharded_parameter",
-        "core.program.inside_shard_map",
+        "by_hand",
         "layers",
         "strategies.diloco.steps",
     }

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from manualpar import Batch, abstract_mesh, data_parallel, fsdp, make_mesh
 from manualpar.core.model.loss_function import Mean
 from manualpar.core.modes.gradients import accumulate
-from manualpar.core.parameters.trainable import empty_part
+from manualpar.core.parameters.placement import empty_part
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import blocks_scope
 from manualpar.inspect import ledger

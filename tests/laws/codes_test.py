@@ -12,7 +12,6 @@ import pytest
 from benchmarks.memory_and_collectives import ScannedClassifier
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.mesh.axes import axes_size, axis_tuple
-from manualpar.core.parameters.quantized_collectives import LARGEST_CODE, pack_codes, unpack_codes
 from manualpar.inspect import (
     bytes_by_axes,
     of_parameters,
@@ -23,6 +22,7 @@ from manualpar.inspect import (
 from manualpar.inspect.compiled import compiled_collectives
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
+from manualpar.quantization.quantized_collectives import LARGEST_CODE, pack_codes, unpack_codes
 from manualpar.training.replicas import ReplicaSentinel
 from tests.one_device import slow_unless
 from tests.tiny import Classifier, loss_fn, make_batch, own_shapes

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.linen import fp8_ops
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.modes.overwritten import OVERWRITTEN
+from manualpar.core.modes.variable_reduction import OVERWRITTEN
 from manualpar.layers import Column, Row, tensor_parallel
 from tests.one_device import slow, train_program
 from tests.tiny import square_loss

@@ -11,9 +11,9 @@ import pytest
 from jax.experimental import pallas
 
 from manualpar.core.tracing.scopes import blocks_scope
+from manualpar.inspect.throughput import PEAKS, peak_flops
 from manualpar.planner.compiled_timeline import KernelRuns, Timeline, on_all_links, read_timeline
 from manualpar.planner.hardware import CHIPS, Kernel, chip_named, kernel_clock, kernels_in
-from manualpar.training.monitoring.throughput import PEAKS, peak_flops
 
 IDS = [chip.name for chip in CHIPS]
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from manualpar.inspect.throughput import Throughput
 from manualpar.planner.plan import PlannedCollective, StepEstimate
-from manualpar.training.monitoring.throughput import Throughput
 
 COLLECTIVE = PlannedCollective(
     "all_gather", ("data",), "gather_params", "forward", 3, 30.0, 0.5, 0.4

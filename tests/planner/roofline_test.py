@@ -12,13 +12,13 @@ from manualpar.inspect.communication import Collective
 from manualpar.inspect.flops import ROWS, Product, TickParts
 from manualpar.inspect.memory import Memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
+from manualpar.inspect.throughput import Throughput
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import compute_seconds, estimate
 from manualpar.planner.step_work import PartWork, PipelineWork, StepWork
 from manualpar.planner.timed_collectives import is_made_an_all_reduce
 from manualpar.planner.topology import Topology, parse_topology, ring_over
-from manualpar.training.monitoring.throughput import Throughput
 
 # A chip with round numbers: 100 FLOP/s, 10 bytes/s of memory, 8 devices of a node that send a byte
 # a second each; everything is reached, nothing waits.

@@ -14,6 +14,7 @@ from manualpar.core.parameters import placement as shard_rules
 from manualpar.core.tracing.scopes import REDUCE_SCOPE, SCATTER_SCOPE
 from manualpar.inspect import outer_step_bytes, state_bytes, trace_collectives
 from manualpar.inspect.step_ledger import ledger
+from manualpar.inspect.throughput import Throughput
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
 from manualpar.models.flat_fields import nest_fields
@@ -21,7 +22,6 @@ from manualpar.models.transformer import flops_per_token
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work, with_gather_dtype, with_minibatches
 from manualpar.planner.topology import parse_topology
-from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.optimizer import weight_decay_mask
 
 SEQUENCE, EXAMPLES = 16, 2

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, abstract_mesh, data_parallel, hsdp
-from manualpar.core.model.carried_collections import CarryingApply
+from manualpar.core.model.apply_fn import CarryingApply
 from manualpar.core.model.interface import interface_of
 from manualpar.core.model.linen_model import initial_call
 from manualpar.core.model.loss_function import call_loss, check_loss

@@ -7,22 +7,22 @@ import types
 import pytest
 from ml_collections import ConfigDict
 
-from manualpar.planner.closed_form.layout import Layout
-from manualpar.planner.closed_form.layout_estimate import estimate_layout
+from manualpar.inspect.throughput import Throughput
 from manualpar.planner.compiled_timeline import on_all_links, read_timeline
-from manualpar.planner.compiler_process import CompilerError
-from manualpar.planner.gpu_compiler import compile_for_gpu
 from manualpar.planner.hardware import CHIPS, chip_named
-from manualpar.planner.planned_experiment import prepare_planned
 from manualpar.planner.step_work import read_work
-from manualpar.planner.sweep import Builder, sweep
 from manualpar.planner.topology import parse_topology, place_axes
-from manualpar.planner.tpu_compiler import compile_for_tpu
+from manualpar.plans.closed_form.layout import Layout
+from manualpar.plans.closed_form.layout_estimate import estimate_layout
+from manualpar.plans.compiler_process import CompilerError
+from manualpar.plans.gpu_compiler import compile_for_gpu
+from manualpar.plans.planned_experiment import prepare_planned
+from manualpar.plans.sweep import Builder, sweep
+from manualpar.plans.tpu_compiler import compile_for_tpu
 from manualpar.training.config import load_config
-from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import make_task
 from tests.paths import ROOT
-from tests.planner.fake_worker import FACTS, answer
+from tests.plans.fake_worker import FACTS, answer
 from tests.refused.sentences import cases, literally
 from tests.refused.table import check_refused, rows
 

@@ -11,10 +11,9 @@ from jax.sharding import PartitionSpec
 
 import manualpar
 from manualpar import abstract_mesh, diloco, fsdp, gather_examples
-from manualpar.core.modes.strategy import CommCounts, Strategy
+from manualpar.core.modes.strategy import CommCounts, Strategy, place_parameter
 from manualpar.core.parameters.annotations import split
 from manualpar.core.parameters.placement import ParameterInfo, Placement, replicate
-from manualpar.core.program.placement_check import place_parameter
 from manualpar.strategies import FSDP, Field, register
 from manualpar.strategies.build import build_program
 from manualpar.strategies.shared_options import STATE_SHARDING

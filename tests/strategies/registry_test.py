@@ -17,8 +17,8 @@ from manualpar.commands.inspect_command import INSPECTING, inspect_command
 from manualpar.commands.plan_command import PLANNING, plan_command
 from manualpar.commands.train_command import run_command
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
-from manualpar.planner import sweep
 from manualpar.planner.topology import parse_topology
+from manualpar.plans import sweep
 from manualpar.strategies import Field, register, registry, strategy_kinds
 from manualpar.training.config import check_config, find_config, load_config
 from manualpar.training.experiment import prepare

@@ -13,6 +13,16 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+__all__ = [
+    "AxisName",
+    "Names",
+    "axes_size",
+    "axis_tuple",
+    "is_axis_bound",
+    "names_to_spec",
+    "with_axis_types",
+]
+
 AxisName = str | tuple[str, ...]
 # For each dimension of an array, the axis or tuple of axes that shard it, or `None`.
 Names = tuple[AxisName | None, ...]

@@ -31,6 +31,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+__all__ = [
+    "OVERLAPS",
+    "SEQUENCE",
+    "ChosenOptions",
+    "Overlap",
+    "choose_options",
+    "keep_if_known",
+]
+
 Overlap = Literal["auto", "none"]
 OVERLAPS: tuple[Overlap, ...] = ("auto", "none")
 SEQUENCE = "sequence"  # Stands for positions that are split between split layers.

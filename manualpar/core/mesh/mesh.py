@@ -13,6 +13,19 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+__all__ = [
+    "AnyDevices",
+    "abstract_mesh",
+    "check_order",
+    "count_hosts",
+    "describe_links",
+    "describe_mesh",
+    "make_mesh",
+    "mesh_of",
+    "platform_of",
+    "simulate_devices",
+]
+
 # Devices, devices of a kind without a device, the number of devices, or `None` for all devices.
 AnyDevices: TypeAlias = Sequence[jax.Device] | Sequence[AbstractDevice] | int | None
 

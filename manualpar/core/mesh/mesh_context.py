@@ -20,6 +20,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from manualpar.core.trees import Specs
 
+__all__ = [
+    "no_mesh",
+    "with_auto_axes",
+]
+
 # A pattern in JAX's message, the construct that JAX refuses, and the mode that allows it.
 _CONSTRUCTS = (
     (r"with_sharding_constraint", "jax.lax.with_sharding_constraint", "auto"),

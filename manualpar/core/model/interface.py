@@ -3,20 +3,34 @@
 Each library has a subclass of `ModelInterface`. Importing the subclass's module registers it. The
 subclass for Linen is in `manualpar.core.model.linen_model`, the subclass for NNX in
 `manualpar.core.model.nnx_model`. Modules that call models import only this module.
+Sections at the end have what both subclasses need: sown values, and keys of dropout.
 """
 
 import abc
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import flax.linen as nn
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, is_axis_bound
-from manualpar.core.model.sown_values import SownPath, recording_sows, without_sown
+from manualpar.core.mesh.splitting import fold_rng_over_axis
+from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.tracing.scopes import TENSOR_SCOPE
+from manualpar.core.tracing.thread_patches import replaced_in_thread
 from manualpar.core.trees import Batch, Variables
+
+__all__ = [
+    "InitArgs",
+    "Model",
+    "ModelInterface",
+    "interface_of",
+    "register_interface",
+]
 
 # -------------------------------------------------------------------------------------------------
 # Replaces the axis names in a model's modules by the mesh axes that they stand for.
@@ -126,6 +140,10 @@ InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
 RunPhase = Literal["train", "eval", "eval_dropout"]
 
 
+# A collection, the names of modules, and the name of a value.
+SownPath = tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ModelInterface(abc.ABC):
     """A model, and the settings of a program that change the model's calls.
@@ -202,7 +220,7 @@ class ModelInterface(abc.ABC):
         """Whether the variables may have values that calls of the model left there by `sow`."""
         return False
 
-    def without_sown(self) -> tuple[Self, frozenset[SownPath]]:
+    def without_earlier_sows(self) -> tuple[Self, frozenset[SownPath]]:
         """Returns the model without such values, and their paths, after a trace of its calls."""
         return self, frozenset()
 
@@ -270,3 +288,120 @@ def _interfaces() -> list[type[ModelInterface]]:
     for library in _LIBRARIES:
         importlib.import_module(library)
     return _INTERFACES
+
+
+# -------------------------------------------------------------------------------------------------
+# Dropout keys for activations that are split over a model axis.
+#
+# The key of a loss differs over the axes that split the batch, and is the same along a model axis.
+# This is right for activations that are replicated along the model axis, because all devices along
+# the axis need the same mask. But split activations would be dropped at the same positions of
+# every shard. Therefore the device's index is folded into the key for split activations. The type
+# of the activations shows whether the activations are split.
+#
+# Invariants: a key changes only if the activations vary over an axis over which the key does not
+# vary. Axes of one device do not count. A key that is the same on all devices does not change
+# either: a program gives no such key to a loss, so the user has made this key to get one mask
+# everywhere.
+
+
+def key_like(key: jax.Array, x: jax.Array) -> jax.Array:
+    """Makes a key differ along the axes over which `x` varies.
+
+    Communication:
+      None.
+    """
+    axes = sorted(varying_axes(x) - varying_axes(key))
+    axes = [axis for axis in axes if jax.lax.axis_size(axis) > 1]
+    with jax.named_scope(TENSOR_SCOPE):
+        return fold_rng_over_axis(key, tuple(axes)) if axes and varying_axes(key) else key
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitAttention:
+    """Wraps flax's `attention_fn`, so that its dropout key varies like the queries.
+
+    Attention draws its dropout key before the types show whether heads are split. With
+    `broadcast_dropout` all heads share one mask on all devices.
+    """
+
+    attention_fn: Callable[..., Any]
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The function whose signature flax reads."""
+        return self.attention_fn
+
+    def __call__(self, query: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        """Calls `attention_fn`; flax passes the arguments of dropout by name."""
+        key = kwargs.get("dropout_rng")
+        if key is not None and not kwargs.get("broadcast_dropout", False):
+            kwargs["dropout_rng"] = key_like(key, query)
+        return self.attention_fn(query, *args, **kwargs)
+
+
+# -------------------------------------------------------------------------------------------------
+# Tells the values that a Linen model sows from the variables that a state keeps.
+#
+# `self.sow(collection, name, value)` and `self.perturb(name, value)` store a value of one call in
+# a collection of any name. A variable (`self.variable`) looks the same in the collection. So the
+# two methods are replaced while a model runs, to record the paths that they create.
+#
+# Invariants: a value that `sow` adds to a variable of the model belongs to this variable; numbers
+# do not change. (`nn.jit` may take a call from its cache, which records nothing.)
+
+
+@contextlib.contextmanager
+def recording_sows() -> Iterator[set[SownPath]]:
+    """Records the values that Linen models sow in this thread while the context is open."""
+    found: set[SownPath] = set()
+
+    def note(module: nn.Module, collection: str, name: str) -> None:
+        scope = module.scope
+        if scope is not None and scope.is_mutable_collection(collection):
+            path = (collection, *scope.path, name)
+            # The first call creates the value, and calls after it add to the value.
+            if not scope.has_variable(collection, name):
+                found.add(path)
+
+    def replacement(method: str, old: Callable[..., Any]) -> Callable[..., Any]:
+        def sow(module: nn.Module, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
+            note(module, col, name)
+            return old(module, col, name, *args, **kwargs)
+
+        def perturb(
+            module: nn.Module, name: str, value: Any, collection: str = "perturbations"
+        ) -> Any:
+            note(module, collection, name)
+            return old(module, name, value, collection)
+
+        return sow if method == "sow" else perturb
+
+    with replaced_in_thread([(nn.Module, "sow"), (nn.Module, "perturb")], replacement):
+        yield found
+
+
+def without_sown(variables: Mapping[str, Any], sown: set[SownPath]) -> dict[str, Any]:
+    """Returns variables by collection without sown values, and without what is then empty."""
+    firsts = {path[:1] for path in sown}
+
+    def rest(tree: Any, path: SownPath) -> Any:
+        if not isinstance(tree, Mapping):
+            return tree
+        kept = {
+            name: rest(value, (*path, name))
+            for name, value in tree.items()
+            if (*path, name) not in sown
+        }
+        dropped = {name for name, value in kept.items() if _is_empty(value, tree[name])}
+        return {name: value for name, value in kept.items() if name not in dropped}
+
+    found = {
+        name: rest(tree, (name,)) if (name,) in firsts else tree for name, tree in variables.items()
+    }
+    return {name: tree for name, tree in found.items() if not _is_empty(tree, variables[name])}
+
+
+def _is_empty(tree: Any, before: Any) -> bool:
+    """Returns whether a mapping has lost all of its entries."""
+    return isinstance(tree, Mapping) and not tree and bool(before)

@@ -7,7 +7,7 @@ fields are replaced:
 - Switches that tell the module to train: in evaluation, by their values for evaluation, see
   `evaluation`.
 - The method of `nn.Dropout` that draws its key, and the `attention_fn` of attention, so that split
-  activations are dropped independently, see `split_dropout`.
+  activations are dropped independently, see `key_like`.
 - The scales of flax's FP8 products, by scales that vary over the mesh axes of the operands, see
   `overwritten`.
 - Initializers, by initializers without annotations. When a model is applied, flax calls the
@@ -31,7 +31,7 @@ from flax import nnx
 from flax.errors import InvalidRngError
 from flax.nnx.bridge.variables import NNXMeta
 
-from manualpar.core.model.evaluation import (
+from manualpar.core.model.apply_fn import (
     DROPOUT_STREAM,
     EVAL_SWITCHES,
     EVALUATION_FIELDS,
@@ -40,10 +40,15 @@ from manualpar.core.model.evaluation import (
     required,
     signature_of,
 )
-from manualpar.core.model.interface import InitArgs, ModelInterface, register_interface
+from manualpar.core.model.interface import (
+    InitArgs,
+    ModelInterface,
+    SplitAttention,
+    key_like,
+    register_interface,
+)
 from manualpar.core.model.nnx_model import adjust_to_mesh, annotate
-from manualpar.core.model.split_dropout import SplitAttention, key_like
-from manualpar.core.modes.overwritten import overwritten_on_mesh
+from manualpar.core.modes.variable_reduction import overwritten_on_mesh
 from manualpar.core.trees import Batch, Variables, path_name
 
 

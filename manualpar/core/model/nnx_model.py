@@ -32,17 +32,18 @@ from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError
 from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.model.evaluation import required
+from manualpar.core.model.apply_fn import required
 from manualpar.core.model.interface import (
     AxisAliases,
     ModelInterface,
     RunPhase,
+    SownPath,
+    SplitAttention,
     interface_of,
+    key_like,
     register_interface,
 )
 from manualpar.core.model.loss_function import for_nnx
-from manualpar.core.model.sown_values import SownPath
-from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.parameters.annotations import AxesOrLogicalNames, SplitParameter
 from manualpar.core.parameters.sharded_parameter import OF_SHAPE, ArrayBox, LastRead
 from manualpar.core.tracing.thread_patches import replaced_in_thread
@@ -363,7 +364,7 @@ def _gathering_type(base: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
 # its initial carry, but a carry of zeros does not use the key.)
 #
 # The key that a dropout layer draws differs along a model axis if the layer's input is split over
-# this axis, see `manualpar.core.model.split_dropout`.
+# this axis, see `manualpar.core.model.interface`.
 #
 # A stream counts by `count[...] += 1`. For such an assignment flax reads `sharding` of both
 # values. Tracers lack this attribute, and to write the error message JAX 0.10 searches all
@@ -565,7 +566,7 @@ class NNXModel(ModelInterface):
       leaves: The abstract variables and bare arrays of the module, with their paths. (Flax takes
         an abstract array in a list or a dict of `module` for static.)
       earlier_sows: The paths of variables that hold what earlier calls of the instance have sown;
-        calls of this object add to them, see `without_sown`.
+        calls of this object add to them, see `without_earlier_sows`.
     """
 
     make: Callable[[jax.Array], nnx.Module] = dataclasses.field(kw_only=True)
@@ -621,7 +622,7 @@ class NNXModel(ModelInterface):
         """Whether there are variables that neither parameters, statistics nor streams are."""
         return any(_may_be_sown(leaf) for _, leaf in self.leaves)
 
-    def without_sown(self) -> tuple[Self, frozenset[SownPath]]:
+    def without_earlier_sows(self) -> tuple[Self, frozenset[SownPath]]:
         """Removes the attributes that calls before this program have left by `sow`."""
         if not self.earlier_sows:
             return self, frozenset()

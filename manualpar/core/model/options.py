@@ -21,8 +21,8 @@ from manualpar.core.modes.layer_loops import Remat
 from manualpar.core.modes.strategy import ModeName, Stages
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.collectives import CommPolicy, Format
-from manualpar.core.parameters.quantized_collectives import ReduceCode, make_quantizer
+from manualpar.core.parameters.collectives import CommPolicy, Format, Quantizer, ReduceCode
+from manualpar.errors import check_choice
 
 # -------------------------------------------------------------------------------------------------
 # Tables of the options of builders, the functions such as `manualpar.fsdp` that build a program.
@@ -178,14 +178,6 @@ def explain_options(builder: _Explained, table: OptionTable) -> _Explained:
     return builder
 
 
-def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuses a value that is not among the choices."""
-    if isinstance(value, bool) is not isinstance(choices[0], bool) or value not in choices:
-        raise ValueError(
-            f"{builder}: {field}={value!r}, expected one of {', '.join(map(repr, choices))}."
-        )
-
-
 def _members(kind: Any) -> tuple[Any, ...]:
     """Returns the members of a union; for any other type, a tuple of only this type."""
     return get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
@@ -293,7 +285,7 @@ class ProgramOptions(TypedDict, total=False):
         reduction over `replica_axis`. With `axis_by_axis` gradients are quantized again for each
         axis.
       error_feedback: Whether the error of quantizing a device's gradient is added to the device's
-        gradient in the next step, see `manualpar.core.program.gradient_rounding`. For gradients
+        gradient in the next step, see `manualpar.quantization.gradient_rounding`. For gradients
         that are reduced once a step.
       stochastic_rounding: Whether `reduce_code` rounds up or down at random, so that the expected
         rounding error is 0.
@@ -441,7 +433,11 @@ def lists_options(own: OptionTable) -> Callable[[_Builder], _Builder]:
 StoredDtypes = tuple[str | None, str | None]
 
 
-def choose_formats(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, CommPolicy]:
+def choose_formats(
+    strategy: str,
+    options: Mapping[str, Any],
+    make_quantizer: Callable[[ReduceCode | None], Quantizer | None],
+) -> tuple[StoredDtypes, CommPolicy]:
     """Returns the dtypes in which parameters are stored, and the policy of their communication."""
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):

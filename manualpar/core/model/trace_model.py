@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple, is_axis_bound
 from manualpar.core.mesh.splitting import split_minibatches
-from manualpar.core.model.carried_collections import (
+from manualpar.core.model.apply_fn import (
     OTHER_MODELS,
     SOWN_COLLECTIONS,
     CarryingApply,
@@ -31,8 +31,11 @@ from manualpar.core.model.interface import (
     Model,
     ModelInterface,
     RunPhase,
+    SownPath,
     check_axis_aliases,
     interface_of,
+    recording_sows,
+    without_sown,
 )
 from manualpar.core.model.loops import find_loop_dims
 from manualpar.core.model.loss_function import (
@@ -46,16 +49,20 @@ from manualpar.core.model.loss_function import (
     tracing_loss,
 )
 from manualpar.core.model.options import StoredDtypes
-from manualpar.core.model.sown_values import SownPath, recording_sows, without_sown
 from manualpar.core.modes.mode import Mode
-from manualpar.core.modes.overwritten import OVERWRITTEN
-from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections, has_rule
+from manualpar.core.modes.variable_reduction import (
+    OVERWRITTEN,
+    CollectionSync,
+    check_sync_collections,
+    has_rule,
+)
 from manualpar.core.parameters.annotations import SplitParameter, take_shared
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import (
     ParameterInfo,
     computed_specs,
     describe_parameters,
+    is_trained,
     split_names,
     split_over_stages,
     strip_boxes,
@@ -66,7 +73,6 @@ from manualpar.core.parameters.sharded_parameter import (
     cast_floating,
     is_box,
 )
-from manualpar.core.parameters.trainable import is_trained
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.summary import Summarized
 from manualpar.core.trees import (
@@ -861,8 +867,8 @@ def trace_model(
     }
     if any(x.may_hold_sown for x in (interface, *of_instances.values())):
         tracer.trace_as_on_one_device(tuple(finders.values()))
-        cleaned, found = interface.without_sown()
-        cleaned_others = {name: x.without_sown() for name, x in of_instances.items()}
+        cleaned, found = interface.without_earlier_sows()
+        cleaned_others = {name: x.without_earlier_sows() for name, x in of_instances.items()}
         if found or any(paths for _, paths in cleaned_others.values()):
             anew = {name: x for name, (x, _) in cleaned_others.items()}
             return trace_model(

@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
-from manualpar.core.modes.overwritten import (
+from manualpar.core.modes.variable_reduction import (
     OVERWRITTEN,
     Trained,
     as_maxima,
@@ -41,6 +41,7 @@ from manualpar.core.parameters.collectives import (
     reduce_mean,
     varying_axes,
 )
+from manualpar.core.parameters.placement import combine
 from manualpar.core.parameters.sharded_parameter import (
     averaged_axes,
     boxed_axes,
@@ -48,7 +49,6 @@ from manualpar.core.parameters.sharded_parameter import (
     is_box,
     reduction_dtype,
 )
-from manualpar.core.parameters.trainable import combine
 from manualpar.core.state.metrics import Metrics, StepSums, mean
 from manualpar.core.tracing.jaxprs import without_gradients, without_names
 from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE

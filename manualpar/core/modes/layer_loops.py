@@ -30,6 +30,16 @@ from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.tracing.jaxprs import CALLS, REMAT_PRIMITIVES, inner_jaxprs, scan_sizes
 
+__all__ = [
+    "AUTO",
+    "AUTO_WRITTEN_OUT",
+    "CHOICES",
+    "REMAT_POLICIES",
+    "LayerChoice",
+    "Remat",
+    "planned_memory",
+]
+
 Remat = Literal["model", "auto"]
 # The checkpoint name of attention's result, for rematerialisation policies.
 ATTENDED = "attended"

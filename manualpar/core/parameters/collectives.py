@@ -12,7 +12,7 @@ set of axes is in this file.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,25 @@ from manualpar.core.tracing.scopes import (
     SCATTER_SCOPE,
 )
 
+__all__ = [
+    "CommPolicy",
+    "Format",
+    "Quantizer",
+    "ReduceCode",
+    "cast_to_varying",
+    "gather_array_with_mean_grads",
+    "gather_invariant",
+    "varying_axes",
+]
+
 # -------------------------------------------------------------------------------------------------
 # The formats in which parameters and gradients are sent.
 #
 # A collective over several mesh axes runs over all axes at once, or over one axis after the other.
+
+
+Quantization = Literal["int8", "int4"]
+ReduceCode = Literal[Quantization, "bfloat16"]
 
 
 class Quantizer(Protocol):

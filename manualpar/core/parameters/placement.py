@@ -7,11 +7,13 @@ compute it. A strategy's `PlaceFn` returns the `Placement` of a parameter from i
 
 import dataclasses
 import difflib
+import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, names_to_spec
@@ -25,6 +27,26 @@ from manualpar.core.parameters.annotations import (
 )
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.trees import Infos, Params, Placements, path_keys, path_name
+
+__all__ = [
+    "ParameterInfo",
+    "PlaceFn",
+    "Placement",
+    "Route",
+    "combine",
+    "describe_parameters",
+    "is_trained",
+    "map_in_scopes",
+    "param_specs",
+    "partition",
+    "replicate",
+    "route_parameter",
+    "shard_one_dim",
+    "shard_state_only",
+    "split_over_stages",
+    "state_specs",
+    "strip_boxes",
+]
 
 # -------------------------------------------------------------------------------------------------
 # The facts about each parameter from which a strategy decides how to shard it.
@@ -502,3 +524,57 @@ def check_named(
                 f"{builder}: {field} names {name!r}, expected a parameter or a module with "
                 f"parameters, such as {near[0]!r}; inspect.layout_table shows all parameters."
             )
+
+
+# -------------------------------------------------------------------------------------------------
+# Divides trees of parameters into a trained and a frozen part.
+#
+# A parameter that is not trained is *frozen*. In the tree that a step differentiates, an
+# `optax.MaskedNode`, which has no leaves, replaces each frozen parameter. The gradients for the
+# optimizer form the same tree. Every optimizer accepts such trees, because `optax.masked` passes
+# them to its inner optimizer. The paths of parameters do not change.
+
+
+def is_trained(path: str, globs: tuple[str, ...]) -> bool:
+    """Returns whether a path fits one of the globs; `*` matches any characters, even `/`."""
+    return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+
+
+def partition(placements: Placements, tree: Any) -> tuple[Any, Any]:
+    """Divides a tree like the parameters, with or without boxes, into a trained and a frozen part.
+
+    Each leaf of `placements` has the field `trainable`: it is a `Route` or a `ParameterInfo`.
+    """
+
+    def part(is_trained: bool) -> Any:
+        return jax.tree.map(
+            lambda place, x: x if place.trainable is is_trained else optax.MaskedNode(),
+            placements,
+            tree,
+        )
+
+    return part(True), part(False)
+
+
+def empty_part(tree: Any) -> Any:
+    """Returns an empty frozen part: every leaf of `tree` is masked."""
+    return jax.tree.map(lambda _: optax.MaskedNode(), tree, is_leaf=is_box)
+
+
+def trained(placements: Placements) -> Any:
+    """Returns the placements of the trained parameters."""
+    return partition(placements, placements)[0]
+
+
+def combine(parts: tuple[Any, Any]) -> Any:
+    """Combines the parts that `partition` returned into one tree."""
+    return jax.tree.map(
+        lambda x, y: y if is_masked(x) else x,
+        *parts,
+        is_leaf=lambda x: is_masked(x) or is_box(x),
+    )
+
+
+def is_masked(x: Any) -> bool:
+    """Returns whether a leaf is a placeholder for a parameter of the other part."""
+    return isinstance(x, optax.MaskedNode)

@@ -32,8 +32,7 @@ from manualpar.core.parameters.placement import (
     state_specs,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
-from manualpar.core.state.state_arrays import leaf_types
-from manualpar.core.summary import Summarized
+from manualpar.core.summary import Summarized, leaf_types
 from manualpar.core.tracing.scopes import OPTIMIZER_SCOPE
 from manualpar.core.trees import Grads, OptState, Params, Placements
 

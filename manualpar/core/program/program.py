@@ -10,7 +10,6 @@ jits the functions (`_assemble`). This uses no device, so the mesh may be abstra
 
 import abc
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -42,9 +41,15 @@ from manualpar.core.modes.gradients import scanned, unrolled
 from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, memory_of
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.mode import Mode
-from manualpar.core.modes.strategy import ModeName, Pipelined, Strategy
+from manualpar.core.modes.strategy import (
+    ModeName,
+    Pipelined,
+    Strategy,
+    check_strategy,
+    place_parameter,
+)
 from manualpar.core.parameters.annotations import check_rules
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.collectives import CommPolicy, Quantizer, ReduceCode
 from manualpar.core.parameters.placement import (
     ParameterInfo,
     Placement,
@@ -52,20 +57,17 @@ from manualpar.core.parameters.placement import (
     like_params,
     map_padded,
     param_specs,
+    partition,
     route_parameter,
     state_specs,
     strip_boxes,
+    trained,
     with_shardings,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.parameters.trainable import partition, trained
-from manualpar.core.program import load_state
-from manualpar.core.program.gradient_rounding import GradientRounding, gradient_rounding
-from manualpar.core.program.guarded_step import GuardedStep, check_state
-from manualpar.core.program.load_state import Missing, check_has_devices
 from manualpar.core.program.optimizer_update import Update, explain_optimizer
-from manualpar.core.program.placement_check import check_strategy, place_parameter
-from manualpar.core.program.step import Step
+from manualpar.core.program.state_arrays import Missing, adopt, check_has_devices, init_from, whole
+from manualpar.core.program.step import Rounding, Step
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized, describe_shapes, describe_tree
@@ -90,7 +92,7 @@ class InitialState:
         model: TracedModel,
         tx: optax.GradientTransformation,
         placements: Placements,
-        rounding: GradientRounding,
+        rounding: Rounding,
     ) -> None:
         placements = model.own(placements)
         self._model, self._tx, self._placements, self._rounding = model, tx, placements, rounding
@@ -230,7 +232,7 @@ class JittedSteps:
             donate_argnums=0,
             compiler_options=self._compiler_options,
         )
-        return cast(TrainStep, self._guard("train_step", jitted))
+        return cast(TrainStep, JittedOutsideMesh(jitted.jitted, self.abstract_others))
 
     def jit_eval_step(self, function: Callable[..., Any]) -> EvalStep:
         """Jits a `function(state, batch) -> metrics`."""
@@ -240,7 +242,7 @@ class JittedSteps:
             in_shardings=self._of_arguments,
             compiler_options=self._compiler_options,
         )
-        return cast(EvalStep, self._guard("eval_step", jitted))
+        return cast(EvalStep, JittedOutsideMesh(jitted.jitted, self.abstract_others))
 
     def jit_update(self, function: Callable[[TrainState], TrainState]) -> JittedOutsideMesh:
         """Jits a `function(state) -> state`; its calls donate the state."""
@@ -257,28 +259,11 @@ class JittedSteps:
     def _of_arguments(self) -> tuple[Any, ...]:
         return (self.shardings, None, *((self._others,) if self._others else ()))
 
-    def check(self, name: str) -> Callable[[Any], None]:
-        """Returns a function that refuses a state that does not fit; errors begin with `name`."""
-        return functools.partial(check_state, name, self.abstract_state)
-
     def _jit(
         self, function: Callable[..., Any], out_specs: Specs, **options: Any
     ) -> JittedOutsideMesh:
         on_auto = with_auto_axes(function, mesh=self.mesh, out_specs=out_specs)
         return JittedOutsideMesh(jax.jit(on_auto, **options))
-
-    def _guard(self, name: str, step: JittedOutsideMesh) -> Any:
-        step = JittedOutsideMesh(step.jitted, self.abstract_others)
-        if isinstance(self.mesh, AbstractMesh):  # Such a step can only be traced.
-            return step
-        return GuardedStep(
-            name,
-            step.jitted,
-            self.mesh,
-            self.check(name),
-            self.abstract_state,
-            abstract_others=self.abstract_others,
-        )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -499,7 +484,7 @@ class Program(Summarized):
           None, except for arrays that are sharded over several processes, see
           `state_arrays.to_host`. Each device receives its own shards from the host.
         """
-        state = load_state.init_from(self, params_or_variables, rng, missing=missing)
+        state = init_from(self, params_or_variables, rng, missing=missing)
         return state if self.outer is None else self.outer.start_replicas(self, state)
 
     def adopt(self, state: TrainState) -> TrainState:
@@ -522,7 +507,7 @@ class Program(Summarized):
           The same as for `init_from`.
         """
         program = self.for_replicas_of(getattr(state, "local", {}))
-        return self.change_replicas(load_state.adopt(program, state))
+        return self.change_replicas(adopt(program, state))
 
     def whole(self, state: TrainState) -> dict[str, Any]:
         """Returns the variables of a state without sharding and padding, for flax on one device.
@@ -545,7 +530,7 @@ class Program(Summarized):
         Communication:
           The same as for `init_from`, but no array is copied to a device.
         """
-        return load_state.whole(self, state)
+        return whole(self, state)
 
     def for_replicas_of(self, per_device: Mapping[str, Any]) -> "Program":
         """Returns a program that loads states with another number of replicas.
@@ -560,18 +545,33 @@ class Program(Summarized):
         return state if self.outer is None else self.outer.change_replicas(self, state)
 
 
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How a program sends numbers in fewer bits, see `manualpar.quantization`.
+
+    Attributes:
+      make_quantizer: Makes the quantizer of an option `gather_code` or `reduce_code`.
+      make_rounding: Makes the rounding of quantized gradients from the strategy, the trained
+        parameters, their placements, the mode and the options.
+    """
+
+    make_quantizer: Callable[[ReduceCode | None], Quantizer | None]
+    make_rounding: Callable[..., Rounding]
+
+
 def make_program(
     strategy: Strategy,
     model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     options: ProgramOptions,
+    quantization: Quantization,
 ) -> Program:
-    """Makes a program without the checks of `manualpar.strategies.build.build_program`.
+    """Makes a program without checks and guards, which `manualpar.strategies.build` adds.
 
     `options` are complete. The steps have not been traced.
     """
-    batch, step, states = _design(strategy, model, tx, loss_fn, options)
+    batch, step, states = _design(strategy, model, tx, loss_fn, options, quantization)
     return _assemble(batch, step, states, options)
 
 
@@ -581,6 +581,7 @@ def _design(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     options: ProgramOptions,
+    quantization: Quantization,
 ) -> tuple[Any, Step, InitialState]:
     """Decides the shardings of the state and the operations of a step.
 
@@ -601,7 +602,7 @@ def _design(
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
-    stored_dtypes, comm = choose_formats(name, options)
+    stored_dtypes, comm = choose_formats(name, options, quantization.make_quantizer)
     # If there are replica axes, only reductions over them are quantized.
     if comm.reduce.quantizer and strategy.replica_axes:
         comm = dataclasses.replace(comm, quantized_axes=strategy.replica_axes)
@@ -644,7 +645,7 @@ def _design(
             placements[key] = other.placements
     num_minibatches = options["num_minibatches"]
     leaves = trained(traced_model.parameters), trained(placements)
-    rounding = gradient_rounding(strategy, *leaves, mode=mode, options=options)
+    rounding = quantization.make_rounding(strategy, *leaves, mode=mode, options=options)
     states = InitialState(traced_model, tx, placements, rounding)
     step = Step(
         strategy=strategy,

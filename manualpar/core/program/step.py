@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -35,31 +35,30 @@ from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.gradients import Accumulation, CarryingLossFn, accumulate, unrolled
 from manualpar.core.modes.layer_loops import LayerLoops
 from manualpar.core.modes.mode import Mode
-from manualpar.core.modes.overwritten import keep_unused
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
-from manualpar.core.modes.variable_reduction import Rule
+from manualpar.core.modes.variable_reduction import Rule, keep_unused
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import (
     Route,
+    combine,
+    is_masked,
     map_in_scopes,
     param_specs,
+    partition,
     state_specs,
     strip_boxes,
-)
-from manualpar.core.parameters.replicated_parameter import (
-    AveragedParameter,
-    ReplicatedParameter,
-    zeros_of_shard,
+    trained,
 )
 from manualpar.core.parameters.sharded_parameter import (
+    AveragedParameter,
+    ReplicatedParameter,
     ShardedParameter,
     boxed_axes,
     is_box,
     unpad_leaf,
+    zeros_of_shard,
 )
-from manualpar.core.parameters.trainable import combine, is_masked, partition, trained
-from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.metrics import UNEVEN, Metrics, StepSums, mean
 from manualpar.core.state.train_state import TrainState
@@ -80,6 +79,45 @@ from manualpar.core.trees import (
 # What a step carries to the next one, beside parameters and the optimizer's state.
 Carried: TypeAlias = tuple[Collections, PerDevice]
 _NO_OTHERS: Mapping[str, Any] = types.MappingProxyType({})
+
+
+class Rounding:
+    """The rounding of a step's quantized gradients: to the nearest number that can be sent.
+
+    `manualpar.quantization.gradient_rounding` has subclasses, which correct the rounding's errors.
+    """
+
+    def specs(self) -> dict[str, Any]:
+        """Returns the specs of `TrainState.local`."""
+        return {}
+
+    def zeros(self) -> dict[str, Any]:
+        """Returns the initial `TrainState.local`."""
+        return {}
+
+    def with_keys(self, rng: jax.Array, *trees: Params) -> Sequence[Params]:
+        """Gives each box in `trees` its key for stochastic rounding in this step, if needed."""
+        del rng
+        return trees
+
+    def reduce(
+        self,
+        reduce: Callable[[Params, Grads], Grads],
+        grad_boxes: Params,
+        grads: Grads,
+        per_device: PerDevice,
+    ) -> tuple[Grads, PerDevice]:
+        """Reduces gradients over the devices by `reduce(grad_boxes, grads)`.
+
+        Args:
+          grad_boxes: The tree of parameters, in boxes that are sharded like the gradients.
+          grads: The tree of gradients; gradients that are already scattered are in boxes.
+          per_device: The state that differs between devices, `TrainState.local`.
+
+        Returns:
+          The reduced gradients, and the new `per_device`.
+        """
+        return reduce(grad_boxes, grads), per_device
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -111,7 +149,7 @@ class Step(Summarized):
     schedule: Accumulation = unrolled
     pipeline: Pipelined | None = None
     nonfinite: Nonfinite = "ignore"
-    rounding: GradientRounding = dataclasses.field(default_factory=GradientRounding)
+    rounding: Rounding = dataclasses.field(default_factory=Rounding)
     loops: LayerLoops = dataclasses.field(default_factory=LayerLoops)
 
     def train(

@@ -12,6 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+__all__ = [
+    "AnyMetrics",
+    "Metrics",
+    "add_metrics",
+    "fetch_metrics",
+    "mean_metrics",
+    "print_metrics",
+]
+
 # A metric that only the first step reads: by which part of itself the loss is off because a part of
 # it has another divisor than the count of `metrics["loss"]`.
 UNEVEN = "loss_uneven"

@@ -35,7 +35,7 @@ class TrainState(Summarized, train_state.TrainState, repr=False):
         ...}`; `{}` if it has none.
       local: Per-replica and per-device arrays: the states of DiLoCo's replicas, see
         `strategies.diloco`, and the `"residuals"` of error feedback, see
-        `core.program.gradient_rounding`; `{}` otherwise.
+        `quantization.gradient_rounding`; `{}` otherwise.
       apply_fn: The model's `apply` (static).
       tx: The optax optimizer (static).
     """

@@ -10,6 +10,33 @@ from typing import NamedTuple
 
 import numpy as np
 
+__all__ = [
+    "CAST_SCOPE",
+    "COLLECTIONS_SCOPE",
+    "CONTEXT_SCOPE",
+    "COUNT_SCOPE",
+    "CROSS_ENTROPY_SCOPE",
+    "DECODE_SCOPE",
+    "EXAMPLES_SCOPE",
+    "EXPERT_SCOPE",
+    "GATHER_SCOPE",
+    "METRICS_SCOPE",
+    "NEW_PARAMS_SCOPE",
+    "NONFINITE_SCOPE",
+    "OPTIMIZER_SCOPE",
+    "OUTER_SCOPE",
+    "PIPELINE_SCOPE",
+    "RECOMPUTED_SCOPE",
+    "REDUCE_SCOPE",
+    "REGATHER",
+    "SCATTER_SCOPE",
+    "SCOPES",
+    "SEQUENCE_SCOPE",
+    "TENSOR_SCOPE",
+    "purpose_of",
+    "scope_names",
+]
+
 GATHER_SCOPE = "gather_params"
 SCATTER_SCOPE = "scatter_gradients"
 REDUCE_SCOPE = "sync_gradients"

@@ -10,13 +10,14 @@ These need such a replacement, because no hook of JAX or flax reaches them:
   gathers read the types while they are traced.
 - `unbox` of flax's boxes and of ours, see `loops`: a trace finds which parameters a branch reads.
 - `flax.core.Scope.make_rng`, see `loops`: a trace that is thrown away must count no keys.
-- `nn.Module.sow` and `perturb`, see `sown_values`: only they know which values are sown.
+- `nn.Module.sow` and `perturb`, see `recording_sows`: only they know which values are sown.
+- `nnx.Module.sow` and `perturb`, see `noting_earlier_sows`: an attribute does not tell who made it.
 - `nnx.Variable.__setitem__`, see `assigning_tracers`. A model may assign to variables of any type,
   and to those that it makes itself, so a subclass of one type is not enough. Only for JAX 0.10.
 - `nnx.Variable.set_value`, see `refusing_set_params`: a call may set a parameter of any type.
 - The function with which `nnx.bridge.ToNNX` makes variables of Linen, see `boxes_in_linen`. Flax
   calls it by its name, and a bridge has no hook.
-- JAX's checks of cuDNN, see `planner.compiler_worker`.
+- JAX's checks of cuDNN, see `plans.compiler_worker`.
 """
 
 import contextlib

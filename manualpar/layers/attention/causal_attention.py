@@ -90,7 +90,7 @@ def planned_device(device: Device) -> Iterator[None]:
     """Chooses attention for a device that this process need not have.
 
     JAX itself still asks for the GPU and the cuDNN of this process before it traces cuDNN's kernel,
-    see `manualpar.planner.compiler_worker`.
+    see `manualpar.plans.compiler_worker`.
     """
     token = _planned.set(device)
     try:
@@ -432,9 +432,11 @@ def best_kind(
     - Blockwise otherwise.
 
     Args:
+      device: The platform, the memory and the features of the device, as `planned_device` names it.
       query: `[B, S, N, H]`, with the device's own examples and heads; only the shape and the dtype
         are read.
       key: `[B, S, K, H]`, likewise.
+      scoring: How scores are bounded, and which positions a query sees.
       has_documents: Whether a query sees only keys of its own document.
     """
     if device.platform == "tpu" and splash_misfit(query, key) is None:

@@ -24,6 +24,17 @@ import jax.numpy as jnp
 
 from manualpar.layers.attention.blockwise_attention import MASKED, Scoring
 
+__all__ = [
+    "CACHE",
+    "LATENT",
+    "NEW_KEYS",
+    "Past",
+    "Prompts",
+    "append",
+    "attend_to_kept",
+    "keep_prompts",
+]
+
 # The collection of the cached keys and values, and the collection of the keys and values that a
 # call adds.
 CACHE, NEW_KEYS = "cache", "new_keys"
@@ -70,6 +81,7 @@ def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, scoring: Scoring) -> jax.A
 
     Args:
       x_BSKH: `[B, S, K, H]`, keys or values at all positions of the padded prompts.
+      prompts: The lengths of the prompts, and the number of slots.
       scoring: Which positions the layer sees.
 
     Returns:
@@ -123,6 +135,7 @@ def attend_to_kept(
       key: `[B, 1, K, H]`, rotated.
       value: `[B, 1, K, H]`.
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
+      past: The positions of the new tokens, and where their documents begin.
       scoring: Which positions the layer sees, and the bound of scores.
       sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 

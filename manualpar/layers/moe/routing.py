@@ -33,6 +33,15 @@ from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE, EXPERT_SCOPE
 from manualpar.layers.attention.context import Context
 
+__all__ = [
+    "BIAS",
+    "COUNTS",
+    "LOSSES",
+    "Gates",
+    "GroupScore",
+    "auxiliary_loss",
+]
+
 # The collections of `MoE` for its losses, its counts and its balancing bias.
 LOSSES, COUNTS, BIAS = "losses", "intermediates", "router"
 LOAD_BALANCE, ROUTER_Z, CHOICES, DROPPED = "load_balance", "router_z", "choices", "dropped"

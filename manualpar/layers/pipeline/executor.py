@@ -35,8 +35,8 @@ from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.parameters.placement import combine, is_masked
 from manualpar.core.parameters.sharded_parameter import is_box
-from manualpar.core.parameters.trainable import combine, is_masked
 from manualpar.core.state.metrics import Metrics, StepSums
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE, RECOMPUTED_SCOPE, ticks_scope
 from manualpar.core.trees import Batch, Collections, Grads

@@ -26,6 +26,15 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
+__all__ = [
+    "Costs",
+    "ScheduleName",
+    "Table",
+    "describe_place",
+    "describe_schedule",
+    "make_table",
+]
+
 # -------------------------------------------------------------------------------------------------
 # A schedule of a pipeline: a table of the passes that each stage computes in each tick.
 #
@@ -536,6 +545,7 @@ def describe_schedule(table: Table, *, width: int = 100) -> str:
     `a` is the chunk nearest to the input of the model.
 
     Args:
+      table: The table of the schedule, as `make_table` returns it.
       width: The maximum number of characters in a line. Ticks that do not fit follow below.
     """
     rows = {}

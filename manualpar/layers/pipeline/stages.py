@@ -9,9 +9,9 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.model.options import check_choice
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.trees import path_name
+from manualpar.errors import check_choice
 from manualpar.layers.pipeline.cut import check_divides, find_stacked
 from manualpar.layers.pipeline.executor import PipelineRun
 from manualpar.layers.pipeline.schedules import ScheduleName

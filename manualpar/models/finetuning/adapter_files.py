@@ -20,14 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from manualpar.checks.guarded_step import check_state
 from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
-from manualpar.core.program.guarded_step import check_state
-from manualpar.core.program.load_state import plain_leaves, variable_leaves, variables_of
 from manualpar.core.program.program import Program
-from manualpar.core.state.state_arrays import Leaf, list_some, place_leaf, read_unpadded, show_array
+from manualpar.core.program.state_arrays import (
+    Leaf,
+    place_leaf,
+    plain_leaves,
+    read_unpadded,
+    variable_leaves,
+    variables_of,
+)
 from manualpar.core.state.train_state import TrainState
-from manualpar.errors import printable, require
+from manualpar.core.summary import show_array
+from manualpar.errors import list_some, printable, require
 from manualpar.models.finetuning.lora import DOWN, UP, LoRAInterface, adapted_path, is_adapter
 from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
 from manualpar.system.storage.untrusted import (

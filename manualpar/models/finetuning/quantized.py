@@ -45,15 +45,15 @@ from manualpar.core.model.interface import (
     register_interface,
 )
 from manualpar.core.parameters.annotations import SplitParameter
-from manualpar.core.parameters.quantized_collectives import (
+from manualpar.core.parameters.sharded_parameter import ArrayBox, is_box
+from manualpar.core.program.state_arrays import Leaf
+from manualpar.core.tracing.scopes import DECODE_SCOPE
+from manualpar.layers import TensorParallel
+from manualpar.quantization.quantized_collectives import (
     dequantize,
     quantize,
     quantized_block_size,
 )
-from manualpar.core.parameters.sharded_parameter import ArrayBox, is_box
-from manualpar.core.state.state_arrays import Leaf
-from manualpar.core.tracing.scopes import DECODE_SCOPE
-from manualpar.layers import TensorParallel
 
 # -------------------------------------------------------------------------------------------------
 # Codes in which frozen parameters are stored: int8, or the 16 levels of NF4.

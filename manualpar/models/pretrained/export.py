@@ -23,13 +23,12 @@ import numpy as np
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
+from manualpar.checks.guarded_step import check_state
 from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
-from manualpar.core.program.guarded_step import check_state
-from manualpar.core.program.load_state import plain_leaves, variable_leaves
 from manualpar.core.program.program import Program
-from manualpar.core.state.state_arrays import list_some
+from manualpar.core.program.state_arrays import plain_leaves, variable_leaves
 from manualpar.core.state.train_state import TrainState
-from manualpar.errors import require
+from manualpar.errors import list_some, require
 from manualpar.models.finetuning.adapter_files import given_variables
 from manualpar.models.finetuning.lora import is_adapter
 from manualpar.models.pretrained.architecture import (

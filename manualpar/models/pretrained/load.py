@@ -15,14 +15,14 @@ from typing import NamedTuple
 import jax
 
 from manualpar.core.mesh.splitting import typed_key
-from manualpar.core.program.load_state import (
+from manualpar.core.program.program import Program
+from manualpar.core.program.state_arrays import (
     Missing,
     check_has_devices,
     plain_leaves,
     state_with,
     variable_leaves,
 )
-from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.models.pretrained.slices import ShardReader, bytes_to_read
 from manualpar.models.pretrained.tensor_files import model_directory

@@ -36,12 +36,16 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, AxisType
 
-from manualpar.core.program.guarded_step import check_state
-from manualpar.core.program.load_state import plain_leaves, variable_leaves, variables_of
+from manualpar.checks.guarded_step import check_state
 from manualpar.core.program.program import Program
-from manualpar.core.state.state_arrays import list_some, read_unpadded
+from manualpar.core.program.state_arrays import (
+    plain_leaves,
+    read_unpadded,
+    variable_leaves,
+    variables_of,
+)
 from manualpar.core.state.train_state import TrainState
-from manualpar.errors import printable, require
+from manualpar.errors import list_some, printable, require
 from manualpar.layers.attention.causal_attention import Device, planned_device
 from manualpar.models import Transformer
 from manualpar.models.finetuning.adapter_files import (

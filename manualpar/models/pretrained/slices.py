@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from manualpar.core.state.state_arrays import Leaf
+from manualpar.core.program.state_arrays import Leaf
 from manualpar.models.pretrained.tensor_files import TensorFiles, bounds_of
 from manualpar.models.pretrained.tensor_names import TensorPiece
 from manualpar.models.pretrained.tensor_sources import Sources

@@ -25,8 +25,7 @@ from typing import IO, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from manualpar.core.state.state_arrays import list_some
-from manualpar.errors import printable, require
+from manualpar.errors import list_some, printable, require
 from manualpar.models.pretrained.family import LARGEST
 from manualpar.system.storage import BucketPath, GivenPath, copied_folder, user_cache, user_path
 from manualpar.system.storage.untrusted import (

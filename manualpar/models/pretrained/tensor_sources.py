@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from manualpar.core.program.load_state import Missing, plain_leaves, variable_leaves
 from manualpar.core.program.program import Program
-from manualpar.core.state.state_arrays import Leaf, list_some, show_array
+from manualpar.core.program.state_arrays import Leaf, Missing, plain_leaves, variable_leaves
+from manualpar.core.summary import show_array
+from manualpar.errors import list_some
 from manualpar.models import Transformer
 from manualpar.models.pretrained.architecture import (
     Architecture,

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from manualpar.checks.guarded_step import check_state, guard
 from manualpar.core.mesh.axes import (
     AxisName,
     axes_size,
@@ -30,20 +31,16 @@ from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn, Metrics
-from manualpar.core.model.options import (
-    PROGRAM_OPTIONS,
-    ProgramOptions,
-    check_choice,
-    first_sentences,
-)
-from manualpar.core.parameters.collectives import CommPolicy, Format
+from manualpar.core.model.options import PROGRAM_OPTIONS, ProgramOptions, first_sentences
+from manualpar.core.parameters.collectives import CommPolicy, Format, Quantization
 from manualpar.core.parameters.placement import with_shardings
-from manualpar.core.parameters.quantized_collectives import BlockQuantizer, Quantization
-from manualpar.core.program.guarded_step import check_alive, is_deleted
 from manualpar.core.program.program import JittedSteps, OuterSteps, Program, StepFunction
+from manualpar.core.program.state_arrays import check_alive, is_deleted
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import METRICS_SCOPE, purpose_of
+from manualpar.errors import check_choice
+from manualpar.quantization.quantized_collectives import BlockQuantizer
 from manualpar.strategies.diloco.state import DiLoCoState
 from manualpar.strategies.diloco.steps import ReplicaSteps, replicated_step
 from manualpar.strategies.fsdp import fsdp
@@ -275,15 +272,19 @@ def build_diloco(
 
     def jit_outer(fragment: int) -> OuterStep:
         update = jitted.jit_update(functools.partial(steps.outer_step, fragment))
-        return OuterStep(update, jitted.check("outer_step"))
+        check = functools.partial(check_state, "outer_step", jitted.abstract_state)
+        return OuterStep(update, check)
 
     outer_steps = tuple(map(jit_outer, range(num_fragments)))
-    overlapped_steps = tuple(
-        jitted.jit_train_step(functools.partial(steps.overlapped_outer_step, fragment))
+    overlapping = (
+        functools.partial(steps.overlapped_outer_step, fragment)
         for fragment in range(num_fragments if overlap else 0)
     )
+    overlapped_steps = tuple(
+        guard("train_step", jitted.jit_train_step(each), jitted) for each in overlapping
+    )
     due_at = functools.partial(state.fragments.due_at, every=every)
-    inner_step = jitted.jit_train_step(steps.train)
+    inner_step = guard("train_step", jitted.jit_train_step(steps.train), jitted)
     train_step = CountedStep(inner_step, outer_steps, overlapped_steps, due_at, every)
     infos, placements = [info for info, _ in inner.parameters], jax.tree.leaves(step.placements)
     indices = iter(jax.tree.leaves(state.fragments.index))
@@ -314,7 +315,7 @@ def build_diloco(
         create=state.create,
         init=jitted.jit_init(state.create),
         train_step=cast(Any, train_step),
-        eval_step=jitted.jit_eval_step(step.evaluate),
+        eval_step=guard("eval_step", jitted.jit_eval_step(step.evaluate), jitted),
         step=step,
         outer=outer,
     )

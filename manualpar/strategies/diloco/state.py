@@ -21,13 +21,15 @@ from jax.sharding import PartitionSpec
 from manualpar.core.mesh.axes import axes_size
 from manualpar.core.parameters.placement import (
     Placement,
+    combine,
     like_params,
     map_padded,
     param_specs,
+    partition,
     state_specs,
+    trained,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
-from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 

@@ -29,13 +29,15 @@ from manualpar.core.modes.variable_reduction import KNOWN, CollectionSync, sync_
 from manualpar.core.parameters.collectives import CommPolicy, cast_to_varying
 from manualpar.core.parameters.placement import (
     Placement,
+    combine,
     is_inside,
     param_specs,
+    partition,
     route_parameter,
     state_specs,
+    trained,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.program.program import Program
 from manualpar.core.program.step import Step

@@ -12,7 +12,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from manualpar.core.state.state_arrays import list_some
+from manualpar.errors import list_some
 
 MAX_VALUE_CHARACTERS = 200
 # Sentences go to all processes, so their lengths must not grow with the number of processes.

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manualpar.core.state.state_arrays import list_some
+from manualpar.errors import list_some
 from manualpar.system.cluster.cluster import Cluster
 from manualpar.system.cluster.facts import Facts, describe_differences
 from manualpar.system.cluster.failure_detector import UNWATCHED

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from manualpar.core.tracing import scopes as purposes
 from manualpar.errors import require
-from manualpar.system.reports.tables import describe_bytes
+from manualpar.inspect.tables import describe_bytes
 from manualpar.system.storage.untrusted import write_file
 
 INK, DARK, GREY, FAINT = "#222222", "#555555", "#B8BEC6", "#DDDDDD"

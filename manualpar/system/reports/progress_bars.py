@@ -95,7 +95,7 @@ def logged_seconds(
       done: The second line without the seconds, such as `compiled the training step`.
       get_time: Returns the time in seconds.
     """
-    from manualpar.system.reports.tables import print_line  # Imports rich.
+    from manualpar.inspect.tables import print_line  # Imports rich.
 
     if console.is_terminal:
         yield

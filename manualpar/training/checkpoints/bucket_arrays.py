@@ -24,7 +24,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from manualpar.core.program.program import Program
-from manualpar.core.state.state_arrays import Leaf
+from manualpar.core.program.state_arrays import Leaf
 from manualpar.core.state.train_state import TrainState
 from manualpar.system.cluster.agreement import JSON
 from manualpar.system.storage import CONTEXT, BucketError, BucketPath, key_value_store, request

@@ -32,8 +32,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.parameters.sharded_parameter import unpad_leaf
 from manualpar.core.program.program import Program
-from manualpar.core.state.state_arrays import Leaf, leaves_of, list_some, place_leaf, show_array
+from manualpar.core.program.state_arrays import Leaf, leaves_of, place_leaf
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.summary import show_array
+from manualpar.errors import list_some
 from manualpar.system.cluster.agreement import JSON
 from manualpar.system.cluster.failure_detector import causes
 from manualpar.system.storage import AnyPath, BucketError, BucketPath

@@ -23,8 +23,8 @@ from typing import Any, Literal, Self
 
 import jax
 
-from manualpar.core.program.guarded_step import check_alive
 from manualpar.core.program.program import Program
+from manualpar.core.program.state_arrays import check_alive
 from manualpar.core.state.train_state import TrainState
 from manualpar.system.cluster.agreement import JSON, first_failure, from_first
 from manualpar.system.storage import AnyPath, BucketPath, as_path

@@ -19,8 +19,8 @@ from typing import Any, Self, TypeVar
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from manualpar.inspect.tables import describe_bytes, print_line
 from manualpar.system.reports.progress_bars import is_forwarded, logged_seconds, running_seconds
-from manualpar.system.reports.tables import describe_bytes, print_line
 
 Result = TypeVar("Result")
 

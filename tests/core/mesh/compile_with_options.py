@@ -17,9 +17,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.compiler_options import ChosenOptions, keep_if_known
-from manualpar.planner.gpu_compiler import GPU
 from manualpar.planner.topology import parse_topology
-from manualpar.planner.tpu_compiler import TPU
+from manualpar.plans.gpu_compiler import GPU
+from manualpar.plans.tpu_compiler import TPU
 
 AXIS = "data"
 

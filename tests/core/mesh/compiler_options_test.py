@@ -14,12 +14,12 @@ from manualpar.core.mesh.compiler_options import (
     keep_if_known,
 )
 from manualpar.core.mesh.mesh import count_hosts, make_mesh
-from manualpar.planner import gpu_compiler, tpu_compiler
-from manualpar.planner.compiler_worker import installed
-from manualpar.planner.gpu_compiler import GPU
 from manualpar.planner.hardware import CHIPS
 from manualpar.planner.topology import parse_topology
-from manualpar.planner.tpu_compiler import TPU
+from manualpar.plans import gpu_compiler, tpu_compiler
+from manualpar.plans.compiler_worker import installed
+from manualpar.plans.gpu_compiler import GPU
+from manualpar.plans.tpu_compiler import TPU
 from tests.paths import ROOT
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.

@@ -13,8 +13,8 @@ from manualpar.layers.attention import causal_attention
 from manualpar.layers.attention import context as contexts
 from manualpar.layers.attention.causal_attention import ASSUMED_MEMORY, Device, cudnn_misfit
 from manualpar.layers.attention.context import Context
-from manualpar.planner.compiler_worker import tracing_for
 from manualpar.planner.hardware import chip_named
+from manualpar.plans.compiler_worker import tracing_for
 
 GIB = 2**30
 OLD = {

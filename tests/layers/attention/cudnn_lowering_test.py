@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar.layers.attention import causal_attention as choice
-from manualpar.planner.compiler_worker import tracing_for
 from manualpar.planner.hardware import chip_named
+from manualpar.plans.compiler_worker import tracing_for
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from tests.paths import ROOT

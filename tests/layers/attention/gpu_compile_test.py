@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar.layers.attention.causal_attention import mask_bytes
 from manualpar.layers.attention.context import Context
-from manualpar.planner.compiler_worker import installed, tracing_for
-from manualpar.planner.gpu_compiler import INSTALL, PACKAGES
 from manualpar.planner.gpu_targets import GPU_TARGETS, describe_target
 from manualpar.planner.hardware import chip_named
+from manualpar.plans.compiler_worker import installed, tracing_for
+from manualpar.plans.gpu_compiler import INSTALL, PACKAGES
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,9 +17,8 @@ from manualpar import make_mesh
 from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.model.loss_function import Mean
 from manualpar.core.modes.gradients import accumulate, scanned, sync_gradients, sync_metrics
-from manualpar.core.parameters.placement import strip_boxes
+from manualpar.core.parameters.placement import empty_part, strip_boxes
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
-from manualpar.core.parameters.trainable import empty_part
 from manualpar.layers.pipeline.executor import PipelineRun, exchange, sent_in_round
 
 L, D, V = 4, 8, 12  # Layers, features, tokens.

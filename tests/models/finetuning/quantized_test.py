@@ -19,13 +19,13 @@ from manualpar import (
     quantized,
     tensor_parallel,
 )
-from manualpar.core.parameters.quantized_collectives import quantize
 from manualpar.inspect import ledger
 from manualpar.inspect.communication import total_bytes
 from manualpar.models import Experts, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.finetuning.quantized import NF4, decode, encode
 from manualpar.models.flat_fields import nest_fields
+from manualpar.quantization.quantized_collectives import quantize
 from manualpar.training.checkpoints import Checkpoints
 from tests.models.finetuning.adapted_models import (
     ALL_OF_OURS,

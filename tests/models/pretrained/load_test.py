@@ -66,7 +66,7 @@ def test_the_state_is_that_of_init_from_the_same_parameters(made, monkeypatch):
 
 def test_every_dim_can_be_split_wherever_it_is_merged(made, program):
     """Each part of each parameter, whatever its bounds, is that part of the parameter."""
-    from manualpar.core.program.load_state import variable_leaves
+    from manualpar.core.program.state_arrays import variable_leaves
     from manualpar.models.pretrained.slices import ShardReader
     from manualpar.models.pretrained.tensor_sources import find_sources
 

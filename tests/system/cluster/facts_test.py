@@ -1,4 +1,4 @@
-from manualpar.core.state.state_arrays import SHOWN
+from manualpar.errors import LISTED
 from manualpar.system.cluster.facts import DisagreementError, describe_differences
 
 
@@ -26,7 +26,7 @@ def test_a_sentence_about_thousands_of_processes_is_short():
 def test_only_the_first_differences_are_told_and_long_values_are_cut():
     facts = {process: {str(i): str(process) * 1000 for i in range(20)} for process in range(2)}
     sentences = describe_differences(facts)
-    assert len(sentences) == SHOWN + 1
-    assert sentences[-1] == f"and {20 - SHOWN} more"
+    assert len(sentences) == LISTED + 1
+    assert sentences[-1] == f"and {20 - LISTED} more"
     assert len(sentences[0]) < 500
     assert str(DisagreementError(sentences)).count("\n") == len(sentences)

@@ -14,7 +14,7 @@ import pytest
 
 from manualpar import Batch, Pipeline, Program, fsdp, make_mesh
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.state.state_arrays import leaves_of, read_unpadded
+from manualpar.core.program.state_arrays import leaves_of, read_unpadded
 from manualpar.models import Context, Experts, Split, Transformer
 from manualpar.models.cross_entropy import mixture_of_experts_loss
 from manualpar.training.checkpoints import Checkpoints

@@ -8,7 +8,7 @@ import sys
 import pytest
 import rich.console
 
-from manualpar.system.reports.tables import print_line
+from manualpar.inspect.tables import print_line
 from manualpar.training.monitoring.progress import (
     LOG_WIDTH,
     TrainingProgress,

@@ -1,0 +1,1 @@
+"""Quantized numbers keep their mean, and the errors of rounding are corrected."""
