@@ -174,10 +174,12 @@ class Check:
         args = self.trained(params), collections, batch, *units
         return reference(params, *args, train=train, keys=keys)
 
-    def units(self, program: Any) -> tuple[np.ndarray, int]:
-        """Returns the example numbers of each unit, and the number of devices of the batch."""
-        size, minibatches = self.row["batch"], program.num_minibatches
-        devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
+    def units(self, program: Any, size: int) -> tuple[np.ndarray, int]:
+        """Returns the example numbers of each unit, and the number of devices, of `size` examples.
+
+        The program, or each replica of DiLoCo, takes the examples in a step.
+        """
+        minibatches, devices = program.num_minibatches, _devices_of(program)
         numbers = np.arange(size).reshape(devices, minibatches, -1)
         has_masks = self._has_masks(program)
         of_device = has_masks or self.row["fields"].get("norm") == "batch" or self.is_grouped
@@ -252,16 +254,21 @@ class Check:
             stored = stored if path in trained else self.options.get("frozen_dtype") or stored
             if stored and jnp.issubdtype(e.dtype, jnp.floating):
                 e = e.astype(stored)
-            if not np.array_equal(np.asarray(e), np.asarray(params[path])):
-                off = ulps(e, params[path])
-                if not off <= 4:
-                    raise WrongError(f"init: {path} is not the same bits, but {off:.3g} ulps off")
-                # Without optimizations, XLA's rounding may depend on the program's other outputs.
-                self.notes.append(f"init: {path} is {off:.2g} ulps off")
+            self._check_initial_array(path, e, params[path])
         wanted, found = flatten(made), flatten(collections)
         sown = ("intermediates", "losses", "aux", "Seen")
         wanted = {p: x for p, x in wanted.items() if p.partition("/")[0] not in sown or p in found}
-        check_same_bits("init", wanted, found)
+        for path, e in wanted.items():
+            self._check_initial_array(path, e, found[path])
+
+    def _check_initial_array(self, path: str, expected: Any, found: Any) -> None:
+        if expected.dtype == found.dtype and np.array_equal(expected, found):
+            return
+        off = ulps(expected, found)
+        if expected.dtype != found.dtype or not off <= 4:
+            raise WrongError(f"init: {path} is not the same bits, but {off:.3g} ulps off")
+        # Without optimizations, XLA's rounding may depend on the program's other outputs.
+        self.notes.append(f"init: {path} is {off:.2g} ulps off")
 
     def _check_repeats(self, program: Any) -> None:
         ends = []
@@ -313,7 +320,8 @@ class Check:
         batch, what = self.batches[number], f"step {number}"
         broken = _with_nan(batch) if self.row["nan_at"] and number == 1 else None
         params, collections = self.whole(program, state)
-        residuals, units, keys = _residuals(state, params), self.units(program), None
+        residuals, keys = _residuals(state, params), None
+        units = self.units(program, self.row["batch"])
         if has_masks := self._has_masks(program):
             keys = keys_of_step(program, state.rng, is_manual=self.is_manual)
         state, metrics = program.train_step(state, broken or batch)
@@ -325,8 +333,6 @@ class Check:
             if self.options["nonfinite"] == "skip":
                 check_same_bits(f"{what} with a NaN", params, after)
             return state
-        if self.options.get("nonfinite", "ignore") != "ignore" and metrics["nonfinite"] != (0, 1):
-            raise WrongError(f"{what}: nonfinite is {metrics['nonfinite']}, and all is finite")
         trained = self.trained(params)
         frozen = {path: x for path, x in params.items() if path not in trained}
         check_same_bits(f"{what}, frozen", frozen, after)
@@ -339,8 +345,10 @@ class Check:
         allowance = self.allowance(program, adds_residuals=bool(residuals))
         answer = functools.partial(self.answer, batch=batch, units=units)
         expected = answer(params, collections, keys=keys)
-        if self._diverges(what, grads, expected):
+        if self.diverges(what, grads, expected, (params, after)):
             return state
+        if self.options.get("nonfinite", "ignore") != "ignore" and metrics["nonfinite"] != (0, 1):
+            raise WrongError(f"{what}: nonfinite is {metrics['nonfinite']}, and all is finite")
         by_chance = None
         if self.has_dropout and not has_masks:
             draw = functools.partial(answer, params, collections)
@@ -348,7 +356,7 @@ class Check:
         else:
             kept = _residuals(state, params)
             sums = {p: g + kept[p] - residuals[p] if p in kept else g for p, g in grads.items()}
-            noisy = answer(allowance.moved(params), collections, keys=keys)
+            noisy = [answer(x, collections, keys=keys) for x in allowance.moved(params)]
             allowance.check_gradients(what, sums, expected, noisy)
             self._check_variables(what, program, collections, variables, expected, allowance)
         allowance.check_metrics(what, metrics, expected.metrics, by_chance=by_chance)
@@ -357,18 +365,26 @@ class Check:
         optimizer.check(what, params, grads, after)
         return state
 
-    def _diverges(self, what: str, grads: Mapping[str, Any], expected: Answer) -> bool:
-        """Returns whether gradients are not finite; they must be so on one device too."""
+    def diverges(
+        self, what: str, grads: Mapping[str, Any], expected: Answer, moved: tuple[Any, Any]
+    ) -> bool:
+        """Returns whether gradients are not finite; they must be so on one device too.
+
+        A step that is skipped leaves the gradients of the step before it; `moved` are the
+        parameters before and after the step, which must then have the same bits.
+        """
         found, wanted = (
             {path for path, g in each.items() if not np.isfinite(np.float32(g)).all()}
             for each in (grads, expected.grads)
         )
-        if found != wanted:
+        if wanted and self.options.get("nonfinite") == "skip":
+            check_same_bits(f"{what}, skipped", *moved)
+        elif found != wanted:
             raise WrongError(
                 f"{what}: the gradients of {sorted(found)} are not finite, on one device those of "
                 f"{sorted(wanted)}"
             )
-        if found:
+        if wanted:
             self.has_diverged = True
             self.notes.append(f"{what}: gradients are not finite, as on one device")
         return self.has_diverged
@@ -413,9 +429,13 @@ class Check:
         if self.row["loss"] == "coupled":
             units = np.arange(self.row["batch"])[None], 1
         elif self.is_grouped:
-            devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
-            devices = devices if self.is_manual else 1
-            units = np.arange(self.row["batch"]).reshape(devices, -1), devices
+            devices = _devices_of(program) if self.is_manual else 1
+            numbers = np.arange(self.row["batch"]).reshape(devices, -1)
+            if "stage" in program.mesh.shape:  # A pipeline evaluates as many microbatches as fit.
+                each, most = numbers.shape[1], program.num_minibatches
+                fitting = max(n for n in range(1, most + 1) if each % n == 0)
+                numbers = numbers.reshape(devices * fitting, -1)
+            units = numbers, devices
         expected = self.answer(params, collections, batch, units=units, train=False)
         allowance = self.allowance(program, adds_residuals=False)
         allowance.check_metrics("evaluation", metrics, expected.metrics)
@@ -427,6 +447,11 @@ class Check:
             ulp = float(jnp.finfo(found[path].dtype).eps)
             if not np.allclose(x, e, rtol=4 * ulp, atol=4 * ulp * np.abs(e).max(initial=0)):
                 raise WrongError(f"average: {path} is off {np.abs(x - e).max():.3g}")
+
+
+def _devices_of(program: Any) -> int:
+    """Returns the number of parts in which devices take a batch."""
+    return math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
 
 
 def _with_nan(batch: Any) -> Any:

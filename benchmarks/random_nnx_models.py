@@ -129,6 +129,11 @@ def run_plainly(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns functions of an NNX model that are called like a Linen model's `init` and `apply`."""
 
+    def make_new(rngs: nnx.Rngs) -> nnx.Module:
+        module = make(rngs)
+        nnx.pop(module, Seen)  # What qwix's own call of the model has sown.
+        return module
+
     def collections(module: nnx.Module) -> dict[str, Any]:
         found: dict[str, Any] = {"params": {}}
         names = {nnx.Param: "params", nnx.BatchStat: "batch_stats", Seen: "Seen"}
@@ -140,7 +145,7 @@ def run_plainly(
 
     def init(key: jax.Array, inputs: Any) -> Any:
         del inputs
-        return collections(make(nnx.Rngs(key)))
+        return collections(make_new(nnx.Rngs(key)))
 
     def value(path: tuple[str, ...], variable: Any, given: Any, rngs: Any) -> Any:
         if isinstance(variable, nnx.RngKey) and rngs:
@@ -154,7 +159,7 @@ def run_plainly(
     def apply(
         variables: Any, *args: Any, train: bool, mutable: Any = False, rngs: Any = None
     ) -> Any:
-        module = make(nnx.Rngs(0))
+        module = make_new(nnx.Rngs(0))
         graph, state = nnx.split(module)
         given = {path: x for tree in variables.values() for path, x in flatten_dict(tree).items()}
         flat = [

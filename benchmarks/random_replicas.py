@@ -47,19 +47,22 @@ def check_replicas(check: Any, program: Any) -> None:
             mine = common | {path: x[replica] for path, x in own.items()}
             its = {path: x[replica] for path, x in grads.items()}
             piece = jax.tree.map(lambda x, part=part: x[part], batch)
-            units = np.arange(len(part))[:, None], 1
+            units = check.units(program.outer.inner, len(part))
             expected = check.answer(mine, collections, piece, units=units)
             named = f"{what} of replica {replica}"
+            got = {path: x[replica] for path, x in after.items()}
+            kept = ({}, {}) if meets or divided else ({p: mine[p] for p in got}, got)
+            if check.diverges(named, its, expected, kept):
+                return
             if not check.has_dropout and not check.has_statistics:
-                moved_params = allowance.moved(mine)
-                noisy = check.answer(moved_params, collections, piece, units=units)
+                near = allowance.moved(mine)
+                noisy = [check.answer(x, collections, piece, units=units) for x in near]
                 allowance.check_gradients(named, its, expected, noisy)
             new = optimizers[replica].updated(mine, its)
             moved.append(new)
             counts.append(expected.metrics["loss"][1])
             totals.append(expected.metrics["loss"][0])
             if not meets and not divided:
-                got = {path: x[replica] for path, x in after.items()}
                 optimizers[replica].compare(named, mine, got, new)
         seen += counts
         total, count = map(float, metrics["loss"])

@@ -76,9 +76,15 @@ def make_model(row: Mapping[str, Any]) -> tuple[Any, Plain]:
     if row["model"].startswith("nnx"):
 
         def make(rngs: nnx.Rngs) -> nnx.Module:
-            module: nnx.Module = kind(**fields, rngs=rngs)
-            if rules := row.get("rules"):
+            rules = row.get("rules")
+            is_synced = rules and fields.get("norm") == "synced"
+            # qwix calls the model outside of a mesh, where its norm can name no axis.
+            own = {**fields, "norm": "batch"} if is_synced else fields
+            module: nnx.Module = kind(**own, rngs=rngs)
+            if rules:
                 module = with_rules(module, rules, make_batches(row, 1)[0]["inputs"][:2])
+            if is_synced:
+                module.set_attributes(nnx.BatchNorm, axis_name="batch")
             return module
 
         return make, Plain(*run_plainly(make), lambda params: params)

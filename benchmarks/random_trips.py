@@ -94,7 +94,7 @@ def come_back(check: Any) -> None:
     if "axis_aliases" in options:
         options["axis_aliases"] = {"batch": "data"}
     if row.get("trainable"):
-        options["trainable"] = tuple(row["trainable"])
+        config.optimizer.trainable = tuple(row["trainable"])
     task = Task(
         as_dataset({"train": [batch]}),
         check.model,

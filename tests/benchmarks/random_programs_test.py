@@ -113,6 +113,30 @@ NEW = {
     },
     "elastic": {"elastic": 2, "loss": "coupled"},
     "weights": {"rules": {"kind": "weights int8", "modules": ".*(up|down)"}},
+    # In these three, devices, replicas and microbatches decide apart or are called beforehand.
+    "replicas": {
+        "strategy": "diloco",
+        "diloco": {"every": 2, "outer": "mean", "inner": "fsdp"},
+        "batch": 24,
+        "mesh": {"replica": 2, "data": 2},
+        "options": {"num_minibatches": 1, "min_weight_size": 1},
+        "fields": TINY["fields"] | {"drop": "data", "sown": "reduced"},
+    },
+    "stages": {
+        "model": "nnx_mlp",
+        "batch": 24,
+        "mesh": {"stage": 2, "data": 2},
+        "options": {"num_minibatches": 4, "min_weight_size": 1},
+        "pipeline": {"schedule": "1f1b", "chunks": 1, "keep": "inputs"},
+        "loss_extras": {"decay": 0},
+        "fields": TINY["fields"] | {"drop": "lax", "scan": True},
+    },
+    "instance": {
+        "model": "nnx_mlp",
+        "rules": {"kind": "w8a8", "modules": ".*up"},
+        "options": TINY["options"] | {"axis_aliases": {"batch": ["data"]}},
+        "fields": TINY["fields"] | {"sown": "tuple", "norm": "synced"},
+    },
 }
 
 
@@ -120,7 +144,7 @@ NEW = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix reads old names of flax.
 @pytest.mark.parametrize("name", NEW)
 def test_a_later_program_that_is_right_is_exact(devices8, name):
-    if name == "weights":
+    if "rules" in NEW[name]:
         pytest.importorskip("qwix", reason="pip install -e '.[interop]'")
     assert run(TINY | NEW[name], Shared())[0] == "exact"  # A note may say that bits differ.
 
@@ -253,7 +277,8 @@ def test_an_update_that_is_off_is_noticed(devices8):
 
 def test_codes_move_parameters_in_bfloat16_too():
     params = {"w": np.ones((4, 4), jnp.bfloat16)}
-    moved = Allowance(is_low=True, has_coded_weights=True).moved(params)["w"]
+    (near,) = Allowance(is_low=True, has_coded_weights=True).moved(params)
+    moved = near["w"]
     assert moved.dtype == jnp.bfloat16
     assert (moved != params["w"]).any()
 

@@ -140,6 +140,10 @@ InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
 RunPhase = Literal["train", "eval", "eval_dropout"]
 
 
+# A collection, the names of modules, and the name of a value.
+SownPath = tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ModelInterface(abc.ABC):
     """A model, and the settings of a program that change the model's calls.
@@ -210,6 +214,15 @@ class ModelInterface(abc.ABC):
         """Returns `init_args` that call the model as a loss does; `None` if they are not needed."""
         del loss_fn, batch
         return None
+
+    @property
+    def may_hold_sown(self) -> bool:
+        """Whether the variables may have values that calls of the model left there by `sow`."""
+        return False
+
+    def without_earlier_sows(self) -> tuple[Self, frozenset[SownPath]]:
+        """Returns the model without such values, and their paths, after a trace of its calls."""
+        return self, frozenset()
 
     def check(self, trace: Callable[["ModelInterface"], None]) -> None:
         """Refuses a model that would compute wrong results on the mesh.
@@ -336,10 +349,6 @@ class SplitAttention:
 #
 # Invariants: a value that `sow` adds to a variable of the model belongs to this variable; numbers
 # do not change. (`nn.jit` may take a call from its cache, which records nothing.)
-
-
-# A collection, the names of modules, and the name of a value.
-SownPath = tuple[str, ...]
 
 
 @contextlib.contextmanager

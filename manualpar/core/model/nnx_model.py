@@ -37,6 +37,7 @@ from manualpar.core.model.interface import (
     AxisAliases,
     ModelInterface,
     RunPhase,
+    SownPath,
     SplitAttention,
     interface_of,
     key_like,
@@ -67,6 +68,8 @@ from manualpar.core.tracing.thread_patches import replaced_in_thread
 Path = tuple[Any, ...]
 # The key in a variable's metadata under which the parameter's box is stored, without its array.
 BOX = "manualpar_box"
+# The key in a variable's metadata under which its path is stored, if it may hold a sown value.
+PATH = "manualpar_path"
 
 
 def path_text(path: Path) -> str:
@@ -170,6 +173,33 @@ def _refuse_set(path: str) -> NoReturn:
         "type, such as nnx.BatchStat. In place of a layer that sets the parameters of another "
         "(nnx.WeightNorm, nnx.SpectralNorm), write one that computes with w / norm(w)."
     )
+
+
+def noting_earlier_sows(found: set[Path]) -> contextlib.AbstractContextManager[None]:
+    """Notes, in this thread, the paths of variables in which earlier calls left what they sowed.
+
+    Outside of `nnx.capture` a module sows into an attribute, and the attribute stays. `_merge` has
+    put the path into the metadata of all variables that may be such attributes.
+    """
+
+    def replacement(method: str, old: Callable[..., Any]) -> Callable[..., Any]:
+        def note(module: nnx.Module, name: str) -> None:
+            variable = vars(module).get(name)
+            path = isinstance(variable, nnx.Variable) and variable.get_metadata(PATH, None)
+            if path:
+                found.add(path)
+
+        def sow(module: nnx.Module, variable_type: Any, name: str, *args: Any, **kw: Any) -> Any:
+            note(module, name)
+            return old(module, variable_type, name, *args, **kw)
+
+        def perturb(module: nnx.Module, name: str, *args: Any, **kw: Any) -> Any:
+            note(module, name)
+            return old(module, name, *args, **kw)
+
+        return sow if method == "sow" else perturb
+
+    return replaced_in_thread([(nnx.Module, "sow"), (nnx.Module, "perturb")], replacement)
 
 
 def boxes_in_linen() -> contextlib.AbstractContextManager[None]:
@@ -535,11 +565,14 @@ class NNXModel(ModelInterface):
       graphdef: The static graph of the module.
       leaves: The abstract variables and bare arrays of the module, with their paths. (Flax takes
         an abstract array in a list or a dict of `module` for static.)
+      earlier_sows: The paths of variables that hold what earlier calls of the instance have sown;
+        calls of this object add to them, see `without_earlier_sows`.
     """
 
     make: Callable[[jax.Array], nnx.Module] = dataclasses.field(kw_only=True)
     graphdef: Any = dataclasses.field(kw_only=True)
     leaves: tuple[tuple[Path, Any], ...] = dataclasses.field(kw_only=True)
+    earlier_sows: set[Path] = dataclasses.field(kw_only=True, default_factory=set)
 
     def __repr__(self) -> str:
         return f"NNXModel({type(self.module).__name__})"
@@ -566,6 +599,11 @@ class NNXModel(ModelInterface):
             name = getattr(model, "__name__", type(model).__name__)
             _check_takes_rngs_alone(name, parameters)
             make = functools.partial(_construct, model, name)
+        return cls(**cls._parts(make))
+
+    @staticmethod
+    def _parts(make: Callable[[jax.Array], nnx.Module]) -> dict[str, Any]:
+        """Returns the fields that depend on the function that makes the module."""
         graphdefs: list[Any] = []
 
         def split() -> nnx.State:
@@ -577,7 +615,33 @@ class NNXModel(ModelInterface):
         leaves = tuple(nnx.to_flat_state(state))
         _check_params(leaves)
         module = nnx.merge(graphdefs[-1], state)
-        return cls(module, make=make, graphdef=graphdefs[-1], leaves=leaves)
+        return {"module": module, "make": make, "graphdef": graphdefs[-1], "leaves": leaves}
+
+    @property
+    def may_hold_sown(self) -> bool:
+        """Whether there are variables that neither parameters, statistics nor streams are."""
+        return any(_may_be_sown(leaf) for _, leaf in self.leaves)
+
+    def without_earlier_sows(self) -> tuple[Self, frozenset[SownPath]]:
+        """Removes the attributes that calls before this program have left by `sow`."""
+        if not self.earlier_sows:
+            return self, frozenset()
+        removed = frozenset(self.earlier_sows)
+
+        def make(key: jax.Array) -> nnx.Module:
+            module = self.make(key)
+            for path, part in list(nnx.iter_modules(module)):
+                for name in [name for name in vars(part) if (*path, name) in removed]:
+                    delattr(part, name)
+            return module
+
+        sown = {
+            (name, *map(path_key, path))
+            for path, leaf in self.leaves
+            if path in removed and (name := collection_of(leaf))
+        }
+        rest: Any = {**self._parts(make), "earlier_sows": set()}
+        return dataclasses.replace(self, **rest), frozenset(sown)
 
     @classmethod
     def collections_of(cls, variables: Any) -> Mapping[str, Any] | None:
@@ -676,6 +740,8 @@ class NNXModel(ModelInterface):
         with contextlib.ExitStack() as stack:
             stack.enter_context(assigning_tracers())
             stack.enter_context(refusing_set_params(module))
+            if self.may_hold_sown:
+                stack.enter_context(noting_earlier_sows(self.earlier_sows))
             if bridges:
                 linen = interface_of(bridges[0].to_nnx__module)
                 same = {"phase": self.phase, "axis_aliases": self.axis_aliases}
@@ -732,7 +798,10 @@ class NNXModel(ModelInterface):
             key = path_text(path)
             dims = None if self.loop_dims is None else self.loop_dims.get(key, frozenset())
             return gathering_variable(leaf, value, path=key, loop_dims=dims)
-        return type(leaf).from_metadata(value, leaf.get_metadata())
+        metadata = leaf.get_metadata()
+        if _may_be_sown(leaf):
+            metadata = {**metadata, PATH: path}
+        return type(leaf).from_metadata(value, metadata)
 
     def _collect_kept(
         self, module: nnx.Module, made: frozenset[str] | None
@@ -766,6 +835,12 @@ def collection_of(leaf: Any) -> str | None:
     if isinstance(leaf, nnx.RngState):
         return None
     return _collection_of_type(type(leaf))
+
+
+def _may_be_sown(leaf: Any) -> bool:
+    """Returns whether a call may have sown a module's leaf."""
+    others = nnx.Param, nnx.BatchStat, nnx.RngState, nnx.Cache
+    return isinstance(leaf, nnx.Variable) and not isinstance(leaf, others)
 
 
 def _collection_of_type(type_: type[nnx.Variable[Any]]) -> str:

@@ -800,6 +800,7 @@ def trace_model(
     is_gathered: Callable[[ParameterInfo], bool],
     is_reduced: Callable[[ParameterInfo], bool],
     gathers_in_loss: bool,
+    earlier_sows: frozenset[SownPath] = frozenset(),
 ) -> TracedModel:
     """Traces a model and its loss; computes nothing and touches no device.
 
@@ -812,6 +813,8 @@ def trace_model(
       is_reduced: Returns whether the gradient of a parameter that is not gathered should be
         reduced where the model uses the parameter, if the loss allows this.
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
+      earlier_sows: The paths of values that earlier calls have left in an instance, from which the
+        model was made without them.
     """
     interface = _interface_of(strategy, model, mode, options)
     finders = {
@@ -857,6 +860,31 @@ def trace_model(
         check_shapes({name: tree for name, tree in variables.items() if name != "params"})
         raise
     check_shapes(tracer.collections)
+    of_instances = {
+        name: finder.interface
+        for name, finder in finders.items()
+        if not isinstance(options["other_models"][name], OtherModel)
+    }
+    if any(x.may_hold_sown for x in (interface, *of_instances.values())):
+        tracer.trace_as_on_one_device(tuple(finders.values()))
+        cleaned, found = interface.without_earlier_sows()
+        cleaned_others = {name: x.without_earlier_sows() for name, x in of_instances.items()}
+        if found or any(paths for _, paths in cleaned_others.values()):
+            anew = {name: x for name, (x, _) in cleaned_others.items()}
+            return trace_model(
+                strategy,
+                cleaned,
+                loss_fn,
+                batch,
+                batch_specs=batch_specs,
+                mode=mode,
+                stored_dtypes=stored_dtypes,
+                options={**options, "other_models": {**options["other_models"], **anew}},
+                is_gathered=is_gathered,
+                is_reduced=is_reduced,
+                gathers_in_loss=gathers_in_loss,
+                earlier_sows=found,
+            )
     others: dict[str, OtherModel] = {}
     if finders:
         tracer.trace_as_on_one_device(tuple(finders.values()))
@@ -897,6 +925,7 @@ def trace_model(
         with_dims = dataclasses.replace(others[name].interface, loop_dims=dims)
         others[name] = dataclasses.replace(others[name], interface=with_dims)
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(without(infos, others))}
+    sown |= earlier_sows
     sync = check_sync_collections(strategy, options["sync_collections"], tracer.collections, sown)
     return TracedModel(
         apply_fn=interface.apply_fn,

@@ -235,7 +235,7 @@ class Sowing(nnx.Module):
     def __call__(self, x):
         x = self.body(x)
         self.sow("losses", "size", (x**2).mean())
-        self.sow(nnx.Intermediate, "hidden", x)
+        self.sow(nnx.Intermediate, "features", x)
         return self.head(x)
 
     def hidden(self, x):
@@ -247,7 +247,7 @@ def test_what_is_sown_is_there_for_the_asking(devices8):
     def loss(params, apply_fn, batch, rng):
         out, state = apply_fn({"params": params}, batch.inputs, mutable=["losses", "intermediates"])
         (size,) = state["losses"]["size"]
-        (hidden,) = state["intermediates"]["hidden"]
+        (hidden,) = state["intermediates"]["features"]
         again = apply_fn({"params": params}, batch.inputs, method="hidden")
         function = apply_fn({"params": params}, batch.inputs, method=Sowing.hidden)
         total = (out**2).mean() + size
@@ -265,6 +265,53 @@ def test_what_is_sown_is_there_for_the_asking(devices8):
 
 class Penalty(nnx.Variable):
     """What a call leaves for the loss, as flax's example of a VAE does."""
+
+
+class SowsInLayers(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Sowing(rngs)])
+        self.count = Penalty(jnp.zeros(()))
+
+    def __call__(self, x):
+        out = self.perturb("out", self.layers[0](x))
+        add = {"init_fn": lambda: jnp.zeros(()), "reduce_fn": jnp.add}
+        self.sow(Penalty, "sum", out.sum(), **add)
+        self.count[...] += 1
+        return out
+
+
+def test_what_earlier_calls_have_sown_is_in_no_state(devices8):
+    def loss(params, apply_fn, batch, rng, teacher):
+        names = ["losses", "Penalty", "perturbations"]
+        out, made = apply_fn({"params": params}, batch.inputs, mutable=names)
+        goal, told = teacher(batch.inputs, mutable="Penalty")
+        size, sums = made["losses"]["layers"]["0"]["size"], made["Penalty"]["sum"]
+        total = ((out - goal) ** 2).mean() + sums / len(out) + told["Penalty"]["sum"] / len(out)
+        return total + sum(size)
+
+    def a_step():
+        program = build(model, devices8[:2], loss=loss, other_models={"teacher": teacher})
+        its = jax.tree.map(
+            lambda x: jnp.full(x.shape, 0.1, x.dtype, device=x.sharding),
+            program.abstract_others["teacher"],
+        )
+        start = program.init(jax.random.key(0))
+        state, metrics = program.train_step(start, BATCHES[0], teacher=its)
+        return program, its, (state.params, state.collections, metrics)
+
+    model, teacher = SowsInLayers(nnx.Rngs(0)), SowsInLayers(nnx.Rngs(1))
+    _, _, expected = a_step()
+    for called in (model, teacher):
+        called.count[...] = -1.0  # The call makes it zero again.
+        with pytest.warns(DeprecationWarning, match="nnx.capture"):
+            called(BATCHES[0].inputs[:2])
+    assert {"sum", "out"} < vars(model).keys()
+    program, its, found = a_step()
+    assert set(found[1]["Penalty"]) == set(its["Penalty"]) == {"count"}
+    chex.assert_trees_all_equal(found, expected)
+    start = program.init_from(nnx.state(model))  # Which has what the call has sown.
+    assert start.collections.keys() == {"Penalty"}
+    assert {"sum", "out"} < vars(model).keys()  # The instance is the user's.
 
 
 class Leaving(nnx.Module):
