@@ -5,10 +5,12 @@ it is installed. Its estimate is shown next to the roofline's estimate. `--compi
 `--compiler=gpu` require the compiler, and `--compiler=none` uses only the roofline.
 """
 
+import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import rich.console
 
@@ -25,6 +27,7 @@ from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.errors import UsageError, suggest
 from manualpar.inspect.tables import print_line
 from manualpar.models import Transformer
+from manualpar.planner.compiled_plan import plan_of
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
@@ -37,6 +40,7 @@ from manualpar.plans.closed_form.layout_search import (
     rank_layouts,
     trace_layout,
 )
+from manualpar.plans.compiler_process import run_compiler
 from manualpar.plans.compiler_worker import installed
 from manualpar.plans.gpu_compiler import GPU, compile_for_gpu
 from manualpar.plans.overlap_trial import compile_both
@@ -62,6 +66,7 @@ from manualpar.plans.sweep import (
 )
 from manualpar.plans.tpu_compiler import TPU, compile_for_tpu
 from manualpar.strategies import strategy_kinds
+from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.monitoring.run_files import CONFIG_FILE
@@ -72,7 +77,19 @@ USAGE = """Estimates a config's communication, memory and time on devices that a
 {program} [CONFIG] [--<field>=<value> ...] [--mesh=<axis>=<size>,...]
     [--topology=v5p:8x8x4] [--compiler=auto|tpu|gpu|none] [--search]
     [--output=<folder>]
+{program} MODULE:FUNCTION [--topology=v5p:8x8x4] [--output=<folder>]
+
+The second form plans a step that is not of this package; `{program} a:b --help` explains it.
 """
+STEP_USAGE = """Estimates any jitted step on devices that are not here, as XLA compiles it for them.
+
+{program} MODULE:FUNCTION [--topology=v5p:8x8x4] [--output=<folder>]
+
+FUNCTION gets the list of devices. It returns the step and the tuple of its arguments: arrays or
+jax.ShapeDtypeStructs, with NamedShardings on a mesh of these devices. It needs XLA's compiler: pip
+install 'manualpar[tpu-compiler]' or 'manualpar[gpu-compiler]'.
+"""
+STEP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 COMPILERS = ("auto", "tpu", "gpu", "none")
 Curves = Mapping[str, Sequence[tuple[int, StepEstimate]]]
 # Config field -> the value that the closed form of layouts assumes. A field may also be "".
@@ -165,9 +182,48 @@ PLANNING = Syntax(
 )
 
 
-def main(argv: Sequence[str]) -> NoReturn:
-    """Runs the command line `argv` and ends the process."""
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`; returns the exit code, or ends the process."""
+    if len(argv) > 1 and STEP.fullmatch(argv[1]):
+        return _plan_step(argv)
     run_absl(plan_command, argv, USAGE, "fsdp_lm", PLANNING)
+
+
+def _plan_step(argv: Sequence[str]) -> int:
+    """Plans a step that is not of this package, as XLA compiles it; returns the exit code."""
+    parser = OneSentenceParser(prog=argv[0], description=STEP_USAGE, allow_abbrev=False)
+    parser.add_argument("step", help="module:function, found in the current folder too.")
+    parser.add_argument("--topology", default=DEFAULT_TOPOLOGY, help=FLAGS["topology"].help)
+    parser.add_argument("--output", type=Path, help=OUTPUT.help)
+    flags = parser.parse_args(list(argv[1:]))
+    parent = Path("runs") / f"plan-{flags.step.partition(':')[2]}"
+
+    def work(console: rich.console.Console) -> Path:
+        with users_mistakes():
+            check_output(flags.output, parent)
+        with users_mistakes("--topology: "):
+            topology = parse_topology(flags.topology)
+        compiler = TPU if topology.chip.is_tpu else GPU
+        print_line(console, f"compiling for {topology.name}")
+        with users_mistakes(f"{flags.step}: "):
+            plan = plan_of(run_compiler(compiler, flags.step, topology))
+        plans = [dataclasses.replace(plan, examples_per_second=None)]  # One "example" is a step.
+        print_plans(console, plans)
+        print_sources(console, topology.chip)
+        with results_folder(flags.output, parent) as workdir:
+            _write_plans(plans, workdir, console)
+        return workdir
+
+    return answer(work)
+
+
+def _write_plans(
+    plans: Sequence[StepEstimate], workdir: Path, console: rich.console.Console
+) -> None:
+    """Writes estimates as JSON, and draws them."""
+    write_json(workdir / "plan.json", {"plans": [plan.to_json() for plan in plans]})
+    with with_picture(console):
+        draw_plans(plans, workdir / "plan.png")
 
 
 def plan_command(command: CommandLine) -> int:
@@ -220,14 +276,7 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
         plans = [*compile_both(compile_for, config, topology, vocab_size=vocab_size), *plans]
     print_plans(console, plans)
     print_sources(console, topology.chip)
-    results: dict[str, Any] = {"plans": [plan.to_json() for plan in plans]}
-
-    def write(workdir: Path) -> None:
-        write_json(workdir / "plan.json", results)
-        with with_picture(console):
-            draw_plans(plans, workdir / "plan.png")
-
-    return write
+    return functools.partial(_write_plans, plans, console=console)
 
 
 def _prepare(command: CommandLine) -> Experiment:

@@ -60,15 +60,18 @@ class Compiler:
 
 def run_compiler(
     compiler: Compiler,
-    config: ml_collections.ConfigDict,
+    step: ml_collections.ConfigDict | str,
     topology: Topology | str,
     *,
     options: Mapping[str, str | bool] | None = None,
     vocab_size: int = 0,
 ) -> CompiledStep:
-    """Compiles a config's training step for a topology.
+    """Compiles a training step for a topology.
 
     Args:
+      step: A config, whose training step is compiled. Or `module:function`, a function of the
+        devices that returns any step and the tuple of its arguments, with shardings on a mesh of
+        these devices. The module is found on the Python path and in the current folder.
       topology: The topology, or its name.
       options: Additional compiler options, which override the options that
         `config.parallel.overlap` chooses; see `manualpar.core.mesh.compiler_options`.
@@ -83,8 +86,7 @@ def run_compiler(
     if refusal := compiler.refuse(topology):
         raise CompilerError(refusal)
     request = {
-        "config": config.to_dict(),
-        "strategy_file": inspect.getsourcefile(strategy_kinds()[config.parallel.strategy].builder),
+        **_described(step),
         "packages": compiler.packages,
         "chip": topology.chip.name,
         "topology": compiler.describe(topology),
@@ -100,6 +102,13 @@ def run_compiler(
         text = program.read_text(encoding="utf-8") if program.exists() else ""
     given = facts.get("given", request["options"])  # The names that this compiler has for them.
     return CompiledStep(topology, facts["options"] | given, facts, text)
+
+
+def _described(step: ml_collections.ConfigDict | str) -> dict[str, Any]:
+    if isinstance(step, str):
+        return {"function": step, "folder": os.getcwd()}
+    builder = strategy_kinds()[step.parallel.strategy].builder
+    return {"config": step.to_dict(), "strategy_file": inspect.getsourcefile(builder)}
 
 
 def _run_worker(compiler: Compiler, folder: Path, topology: Topology) -> dict[str, Any]:

@@ -10,6 +10,7 @@ its devices, and because a crash in the compiler ends the process.
 """
 
 import contextlib
+import importlib
 import importlib.metadata
 import inspect
 import json
@@ -22,12 +23,13 @@ from typing import Any
 import jax
 import ml_collections
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
 
 from manualpar.core.mesh.compiler_options import under_new_names
 from manualpar.core.mesh.mesh import describe_links
 from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.core.tracing.thread_patches import replaced_in_thread
-from manualpar.inspect import state_bytes
+from manualpar.inspect import ledger, state_bytes
 from manualpar.layers.attention.causal_attention import Device, planned_device
 from manualpar.planner.hardware import chip_named, kernels_in
 from manualpar.plans.planned_experiment import prepare_planned
@@ -74,22 +76,18 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     topology = topologies.get_topology_desc(**_tuples(request["topology"]))
     devices: list[Any] = list(topology.devices)
     stage[0] = PREPARE
-    config = ml_collections.ConfigDict(_tuples(request["config"])).lock()
-    if config.parallel.strategy not in strategy_kinds():
-        runpy.run_path(request["strategy_file"])  # The strategy registers itself.
     chip = chip_named(request["chip"])
     attention = contextlib.nullcontext() if chip.is_tpu else tracing_for(chip.device)
     with attention, planned_memory(chip.hbm_bytes):
-        experiment = prepare_planned(config, devices=devices, vocab_size=request["vocab_size"])
-        program = experiment.program
-        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        trace = _trace_function if "function" in request else _trace_config
+        traced, about = trace(request, devices)
         lowered = traced.lower()
     stage[0] = COMPILE
     facts = {
         "compiler": compiler,
         "num_devices": len(devices),
         "kernels": list({kernel.key: kernel for kernel in kernels_in(traced.jaxpr.jaxpr)}.values()),
-        **_facts(experiment),
+        **about,
     }
     try:
         given = under_new_names(request["options"], devices[0])
@@ -105,6 +103,67 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     memory = compiled.memory_analysis()
     write_file(folder / PROGRAM, text_of(compiled, folder / DUMP))
     return facts | {"memory": {name: int(getattr(memory, field)) for name, field in MEMORY.items()}}
+
+
+def _trace_config(
+    request: dict[str, Any], devices: list[Any]
+) -> tuple[jax.stages.Traced, dict[str, Any]]:
+    """Traces the step of a request's config; returns it with its facts."""
+    config = ml_collections.ConfigDict(_tuples(request["config"])).lock()
+    if config.parallel.strategy not in strategy_kinds():
+        runpy.run_path(request["strategy_file"])  # The strategy registers itself.
+    experiment = prepare_planned(config, devices=devices, vocab_size=request["vocab_size"])
+    program = experiment.program
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    return traced, _facts(experiment)
+
+
+def _trace_function(
+    request: dict[str, Any], devices: list[Any]
+) -> tuple[jax.stages.Traced, dict[str, Any]]:
+    """Traces a step that is not of this package; returns it with the facts of `_facts`.
+
+    The request's function gets the devices, and returns the step and the tuple of its arguments.
+    """
+    name = request["function"]
+    module, _, function = name.partition(":")
+    sys.path.insert(0, request["folder"])
+    try:
+        made = getattr(importlib.import_module(module), function)(devices)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{error}.") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise TypeError(
+            f"it returned a {type(made).__name__}, expected a pair: the step, and the tuple of its "
+            "arguments, which may be jax.ShapeDtypeStructs with shardings."
+        )
+    step, arguments = made
+    traced = (step if hasattr(step, "trace") else jax.jit(step)).trace(*arguments)
+    leaves = jax.tree.leaves(arguments)
+    shardings = (getattr(x, "sharding", None) for x in leaves)
+    mesh: Any = next((x.mesh for x in shardings if isinstance(x, NamedSharding)), None)
+    if mesh is None or set(mesh.devices.flat) != set(devices):
+        raise ValueError(
+            f"the arguments of the step are on {mesh or 'no mesh'}, expected NamedShardings on a "
+            f"mesh of the {len(devices)} devices that the function gets."
+        )
+    flops = 0
+    with contextlib.suppress(ValueError):  # Something whose length or cost is not known.
+        flops = ledger(traced).total_flops
+    dtypes = {str(x.dtype) for x in leaves}
+    return traced, {
+        **_facts_of_mesh(mesh),
+        "name": name,
+        "order": tuple(mesh.axis_names),
+        "options": {},
+        "why_options": "not chosen, because the step is not of this package",
+        "layers": "",
+        "state": {},
+        "dtype": "bfloat16" if "bfloat16" in dtypes else "float32",
+        "examples_per_step": 1,
+        "tokens_per_example": 0,
+        "flops_per_example": flops * len(devices),
+    }
 
 
 def text_of(compiled: jax.stages.Compiled, dump: Path) -> str:
@@ -143,13 +202,8 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
     parameters, optimizer = (state_bytes(part)[0] for part in (state.params, state.opt_state))
     return {
         "name": f"{program.strategy.name} {program.mode}",
-        "mesh": dict(program.mesh.shape),
+        **_facts_of_mesh(program.mesh),
         "order": experiment.config.parallel.mesh_order,
-        "links": describe_links(program.mesh),
-        "places": [
-            (getattr(device, "slice_index", 0), *device.coords)
-            for device in program.mesh.devices.flat
-        ],
         "options": dict(experiment.chosen.options),
         "why_options": experiment.chosen.why,
         "layers": str(program.layer_choice or ""),
@@ -158,6 +212,16 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
         "examples_per_step": jax.tree.leaves(program.abstract_batch)[0].shape[0],
         "tokens_per_example": experiment.task.tokens_per_example,
         "flops_per_example": experiment.task.flops_per_example,
+    }
+
+
+def _facts_of_mesh(mesh: Any) -> dict[str, Any]:
+    return {
+        "mesh": dict(mesh.shape),
+        "links": describe_links(mesh),
+        "places": [
+            (getattr(device, "slice_index", 0), *device.coords) for device in mesh.devices.flat
+        ],
     }
 
 
