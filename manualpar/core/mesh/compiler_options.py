@@ -38,6 +38,7 @@ __all__ = [
     "Overlap",
     "choose_options",
     "keep_if_known",
+    "under_new_names",
 ]
 
 Overlap = Literal["auto", "none"]

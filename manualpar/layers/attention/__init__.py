@@ -3,6 +3,7 @@
 from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.causal_attention import (
     ATTENTION_KINDS,
+    WITH_SINKS,
     AttentionKind,
     Device,
     attention,
@@ -12,6 +13,7 @@ from manualpar.layers.attention.causal_attention import (
 
 __all__ = [
     "ATTENTION_KINDS",
+    "WITH_SINKS",
     "AttentionKind",
     "Device",
     "Scoring",
