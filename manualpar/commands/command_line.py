@@ -185,11 +185,9 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
         if field in REMOVED and field not in values:
             raise UsageError(f"{argument}: {field} was removed: {REMOVED[field][1]}; leave it out.")
         if field not in groups | entries:
-            mend = suggest(
-                field, values.keys() | entries, show="--config.{}".format, otherwise=ALL_FIELDS
-            )
+            mend = suggest(field, values, show="--config.{}".format, otherwise=ALL_FIELDS)
             if (name := field.rpartition(".")[0]) in dicts:
-                mend += f"; to change the entries, set the complete dict, as in {EXAMPLES[name]}"
+                mend = f"; to change the entries, set the complete dict, as in {EXAMPLES[name]}"
             raise UsageError(f"{argument}: the config has no field {field!r}{mend}.")
 
 

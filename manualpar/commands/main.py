@@ -80,7 +80,7 @@ COMMANDS: Mapping[str, Command] = {
         "manualpar.commands.import_export:export_main",
     ),
     "doctor": Command(
-        "Shows this machine's software and devices, and tries a step on them.",
+        "Shows this machine's software and devices, and tries a step.",
         "manualpar.commands.doctor:main",
         (),
     ),

@@ -67,7 +67,7 @@ def as_text(title: str, lines: Mapping[str, str]) -> str:
 def describe_fields(value: Any) -> dict[str, str]:
     """Describes each public field of a dataclass or of a `NamedTuple` in a few words."""
     if dataclasses.is_dataclass(value):
-        names: Iterable[str] = [x.name for x in dataclasses.fields(value)]
+        names: Iterable[str] = [x.name for x in dataclasses.fields(value) if x.repr]
     else:
         names = value._fields
     return {name: _describe(getattr(value, name)) for name in names if name[0] != "_"}

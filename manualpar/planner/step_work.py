@@ -108,8 +108,8 @@ class StepWork(Summarized):
     pipeline: PipelineWork | None = None
     outer_collectives: tuple[Collective, ...] = ()
     every: int = 1
-    attention: tuple[float, float] | None = None
-    stacked: float = 0.0
+    attention: tuple[float, float] | None = dataclasses.field(default=None, repr=False)
+    stacked: float = dataclasses.field(default=0.0, repr=False)
     source: str = "roofline"
     # Whether a step of several minibatches reduces gradients once, after all of them (data
     # parallelism, ZeRO-1). With one minibatch they may be reduced in the backward pass.

@@ -193,7 +193,7 @@ Fields = TypedDict(
         "training.label_smoothing": float,
         "training.z_loss": float,
         "parallel.sequence": bool,
-        "parallel.layer_overlap": Literal["none", "ring"],
+        "parallel.layer_overlap": Literal["none", "ring", "dual_batch"],
         "parallel.context_attention": Literal["auto", "ring", "ulysses", "gather"],
         "parallel.pipeline": Literal["gpipe", "1f1b"],
         "parallel.pipeline_chunks": int,

@@ -78,9 +78,10 @@ def test_the_table_of_split_parameters(devices8):
     assert "few 2x4 float32 P(None, 'data'), shared over model; only one that divides 16" in lines
 
 
-def test_the_table_of_fsdp(devices8):
+def test_the_table_of_fsdp(devices8, monkeypatch):
     text = printed(layout_table(build(fsdp, devices8, min_weight_size=0)))
-    assert text.split() == str(layout_table(build(fsdp, devices8, min_weight_size=0))).split()
+    monkeypatch.setenv("COLUMNS", "100")
+    assert str(layout_table(build(fsdp, devices8, min_weight_size=0))).split() == text.split()
     lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line.strip()}
     assert "fsdp on 8 devices (data=8)" in text
     assert lines["hidden/kernel"] == "hidden/kernel 8x32 float32 P(None, 'data') largest 128"

@@ -120,7 +120,7 @@ def test_unknown_names_and_axes_are_refused(devices8):
     mesh = make_mesh({"data": 4, "model": 2}, devices8)
     with pytest.raises(ValueError, match=r"parameter 'down/kernel'.*\['mlp'\] are not in rules"):
         build(fsdp, mesh, rules=(("embed", None),))
-    with pytest.raises(ValueError, match=r"'modle'.*the nearest is 'model'"):
+    with pytest.raises(ValueError, match=r"'modle'.*the nearest one is 'model'"):
         build(fsdp, mesh, rules=(("embed", None), ("mlp", "modle")))
 
 

@@ -567,12 +567,14 @@ class NNXModel(ModelInterface):
         an abstract array in a list or a dict of `module` for static.)
       earlier_sows: The paths of variables that hold what earlier calls of the instance have sown;
         calls of this object add to them, see `without_earlier_sows`.
+      is_instance: Whether the user has made the module, and so may have called it.
     """
 
     make: Callable[[jax.Array], nnx.Module] = dataclasses.field(kw_only=True)
     graphdef: Any = dataclasses.field(kw_only=True)
     leaves: tuple[tuple[Path, Any], ...] = dataclasses.field(kw_only=True)
     earlier_sows: set[Path] = dataclasses.field(kw_only=True, default_factory=set)
+    is_instance: bool = dataclasses.field(kw_only=True, default=False)
 
     def __repr__(self) -> str:
         return f"NNXModel({type(self.module).__name__})"
@@ -599,7 +601,7 @@ class NNXModel(ModelInterface):
             name = getattr(model, "__name__", type(model).__name__)
             _check_takes_rngs_alone(name, parameters)
             make = functools.partial(_construct, model, name)
-        return cls(**cls._parts(make))
+        return cls(**cls._parts(make), is_instance=isinstance(model, nnx.Module))
 
     @staticmethod
     def _parts(make: Callable[[jax.Array], nnx.Module]) -> dict[str, Any]:
@@ -619,8 +621,8 @@ class NNXModel(ModelInterface):
 
     @property
     def may_hold_sown(self) -> bool:
-        """Whether there are variables that neither parameters, statistics nor streams are."""
-        return any(_may_be_sown(leaf) for _, leaf in self.leaves)
+        """Whether an instance has variables that are not parameters, statistics or streams."""
+        return self.is_instance and any(_may_be_sown(leaf) for _, leaf in self.leaves)
 
     def without_earlier_sows(self) -> tuple[Self, frozenset[SownPath]]:
         """Removes the attributes that calls before this program have left by `sow`."""

@@ -5,6 +5,7 @@ returns a `TracedModel`. No other module has to find these facts: the model's li
 collections that it updates, its annotations, and the dims that its loops run over.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -871,20 +872,22 @@ def trace_model(
         cleaned_others = {name: x.without_earlier_sows() for name, x in of_instances.items()}
         if found or any(paths for _, paths in cleaned_others.values()):
             anew = {name: x for name, (x, _) in cleaned_others.items()}
-            return trace_model(
-                strategy,
-                cleaned,
-                loss_fn,
-                batch,
-                batch_specs=batch_specs,
-                mode=mode,
-                stored_dtypes=stored_dtypes,
-                options={**options, "other_models": {**options["other_models"], **anew}},
-                is_gathered=is_gathered,
-                is_reduced=is_reduced,
-                gathers_in_loss=gathers_in_loss,
-                earlier_sows=found,
-            )
+            # A model that reads what it sows has declared it, and needs it.
+            with contextlib.suppress(AttributeError):
+                return trace_model(
+                    strategy,
+                    cleaned,
+                    loss_fn,
+                    batch,
+                    batch_specs=batch_specs,
+                    mode=mode,
+                    stored_dtypes=stored_dtypes,
+                    options={**options, "other_models": {**options["other_models"], **anew}},
+                    is_gathered=is_gathered,
+                    is_reduced=is_reduced,
+                    gathers_in_loss=gathers_in_loss,
+                    earlier_sows=found,
+                )
     others: dict[str, OtherModel] = {}
     if finders:
         tracer.trace_as_on_one_device(tuple(finders.values()))

@@ -314,6 +314,24 @@ def test_what_earlier_calls_have_sown_is_in_no_state(devices8):
     assert {"sum", "out"} < vars(model).keys()  # The instance is the user's.
 
 
+class ReadsItsMean(nnx.Module):
+    def __init__(self, rngs):
+        self.head, self.mean = nnx.Linear(12, 5, rngs=rngs), Penalty(jnp.zeros(()))
+
+    def __call__(self, x, train=True):
+        y = self.head(x) - self.mean[...]
+        self.sow(Penalty, "mean", y.mean(), init_fn=lambda: 0.0, reduce_fn=lambda _, mean: mean)
+        return y
+
+
+@pytest.mark.parametrize(
+    "model", [ReadsItsMean, ReadsItsMean(nnx.Rngs(0))], ids=["class", "object"]
+)
+def test_what_a_model_reads_is_its_own_although_it_sows_over_it(devices8, model):
+    program = build(model, devices8[:2])
+    assert set(program.abstract_state.collections["Penalty"]) == {"mean"}
+
+
 class Leaving(nnx.Module):
     def __init__(self, rngs):
         self.body = nnx.Linear(12, 12, rngs=rngs)
