@@ -52,12 +52,14 @@ def test_a_signal_to_one_stops_all_and_one_goes_on(
     assert launcher.wait() == 75, launcher.err
     saved = complete_steps(workdir)[-1]
     assert 18 <= saved < 40
-    said = lines_of_ours(launcher.err)
+    *said, first = lines_of_ours(launcher.err)
     assert said == [
         f"[1] {number.name}: stopping after this step; a second SIGTERM ends this process",
         f"[0] stopped after step {saved}, which is saved; the same command with "
         f"--workdir={workdir} goes on",
     ]
+    # The launcher names those that were the first to end.
+    assert re.fullmatch(r"process(es)? [\d, ]+ ended with exit code 75", first)
     # Process 0 alone shows and writes.
     assert all(line.startswith("[0] ") for line in lines_of_ours(launcher.out))
     assert "[0] mesh: data=8 on 8 simulated cpu devices" in launcher.out
