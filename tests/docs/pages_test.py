@@ -19,7 +19,7 @@ LONG = (
 )
 
 # They show compiled programs and reprs, which are others in earlier versions.
-OF_NEWEST_JAX = ("find_a_problem", "fsdp", "resume_elsewhere")
+OF_NEWEST_JAX = ("find_a_problem", "fsdp", "resume_elsewhere", "your_loop")
 
 
 def _pages():
