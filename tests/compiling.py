@@ -35,16 +35,17 @@ def _processor() -> str:
 COMPILED = ROOT / "build" / "compiled" / _processor()
 MAX_COMPILED_BYTES = 2**30  # The fast tests leave about 50 MB behind for each version of jax.
 
-# JAX's settings by name, also those of a process that a test starts. Scopes are part of a program's
-# name in the cache, because tests read them in compiled programs; lines of code are not, so that
-# another line above a function is no other program.
-SETTINGS = {
-    "jax_disable_most_optimizations": True,
+# JAX's settings by name, also those of a process that a test starts.
+SETTINGS = {"jax_disable_most_optimizations": True, "jax_traceback_in_locations_limit": 0}
+# Those of the processes that run tests alone: a process that a test kills, or whose files may not
+# grow, would leave half a program behind. Scopes are part of a program's name in the cache, because
+# tests read them in compiled programs; lines of code are not, so that another line above a function
+# is no other program.
+CACHE = {
     "jax_compilation_cache_dir": str(COMPILED),
     "jax_compilation_cache_include_metadata_in_key": True,
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_traceback_in_locations_limit": 0,
 }
 
 

@@ -66,6 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # Most of the suite's time is XLA's; tests of what XLA makes of a program are `optimized`.
+    for name, value in compiling.CACHE.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
     for name, value in compiling.SETTINGS.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)

@@ -204,4 +204,5 @@ Fields = TypedDict(
     },
     total=False,
 )
+"""Values of config fields by dotted name, all of them optional, see `fit`."""
 Fields.__doc__ = "Values of config fields by dotted name, all of them optional, see `fit`."

@@ -49,6 +49,7 @@ Fields = TypedDict(
 TAIL = """    },
     total=False,
 )
+'''Values of config fields by dotted name, all of them optional, see `fit`.'''
 Fields.__doc__ = "Values of config fields by dotted name, all of them optional, see `fit`."
 """
 
