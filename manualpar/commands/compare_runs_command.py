@@ -25,7 +25,8 @@ from manualpar.inspect.tables import (
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import AnyPath, BucketPath, path_flag
 from manualpar.system.storage.untrusted import write_file
-from manualpar.training.monitoring.report import draw_charts, flatten, make_page, make_table
+from manualpar.training.config import flatten_config
+from manualpar.training.monitoring.report import draw_charts, make_page, make_table
 from manualpar.training.monitoring.run_files import CONFIG_FILE, METRICS_FILE
 from manualpar.training.monitoring.run_record import (
     Chart,
@@ -134,14 +135,9 @@ def result_rows(runs: Mapping[str, RunRecord]) -> list[Row]:
     speeds = {name for run in runs.values() for record in run.throughput for name in record}
     metrics = dict.fromkeys(name for of in numbers for name in of if name not in speeds)
     for metric in metrics:
-        for split in sort_splits({split for of in numbers for split in of.get(metric, {})}):
-            found = [of.get(metric, {}) for of in numbers]
-            texts = [
-                NOT_THERE if split not in of else "not finite" if of[split] is None
-                else f"{of[split]:,.5g}"
-                for of in found
-            ]  # fmt: skip
-            rows.append([f"{metric}, {split}", *texts])
+        found = [of.get(metric, {}) for of in numbers]
+        for split in sort_splits({split for of in found for split in of}):
+            rows.append([f"{metric}, {split}", *(_last(of, split) for of in found)])
     for name, (label, describe) in SPEEDS.items():
         values = [
             [x[name] for x in run.throughput if x.get(name) is not None] for run in runs.values()
@@ -155,9 +151,17 @@ def result_rows(runs: Mapping[str, RunRecord]) -> list[Row]:
     return rows
 
 
+def _last(by_split: Mapping[str, float | None], split: str) -> str:
+    """Formats the last value of a split; a run that reported infinity or NaN has `None`."""
+    if split not in by_split:
+        return NOT_THERE
+    value = by_split[split]
+    return "not finite" if value is None else f"{value:,.5g}"
+
+
 def config_rows(runs: Mapping[str, RunRecord]) -> list[Row]:
     """Returns a row for each field of the runs' configs that differs."""
-    configs = [dict(flatten(run.config)) for run in runs.values()]
+    configs = [flatten_config(run.config) for run in runs.values()]
     rows = []
     for field in dict.fromkeys(name for config in configs for name in config):
         texts = [str(config[field]) if field in config else NOT_THERE for config in configs]

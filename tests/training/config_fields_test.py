@@ -50,6 +50,7 @@ TAIL = """    },
     total=False,
 )
 '''Values of config fields by dotted name, all of them optional, see `fit`.'''
+# The site reads the string above, and `help` reads this one.
 Fields.__doc__ = "Values of config fields by dotted name, all of them optional, see `fit`."
 """
 

@@ -59,6 +59,7 @@ from manualpar.plans.closed_form.layout import (
 from manualpar.plans.closed_form.layout_work import (
     SINGLE,
     STATE,
+    kept_for_backward,
     state_elements,
     step_memory_of,
     step_products,
@@ -156,6 +157,7 @@ class LayoutEstimator:
             memory=step_memory_of(x, layout),
             overlap=self._overlap,
             pipeline=pipeline,
+            stacked=0.0 if ticks else kept_for_backward(x, layout),
             source="closed form",
         )
 

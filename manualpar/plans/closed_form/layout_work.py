@@ -142,6 +142,11 @@ def activation_slots(layout: Layout) -> int:
     return min(fewest, layout.chunks * layout.num_minibatches)
 
 
+def kept_for_backward(x: DeviceSizes, layout: Layout) -> int:
+    """Counts the bytes that the loops over layers keep for the backward passes of a step."""
+    return layout.num_minibatches * x.L * _kept_by_layer(x, layout)
+
+
 def step_memory_of(x: DeviceSizes, layout: Layout) -> Memory:
     """Computes the bytes that a device holds at the fuller of two moments, by class.
 

@@ -22,6 +22,7 @@ from manualpar.system.reports.pictures import (
     new_figure,
 )
 from manualpar.system.storage.durable_files import replace_file
+from manualpar.training.config import flatten_config
 from manualpar.training.monitoring.run_record import (
     Chart,
     Interval,
@@ -103,7 +104,9 @@ def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, ob
         "Time": _times_table(times),
         "Starts, stops, saves and stalls": _losses_table(times.losses),
         "Left out": "\n".join(f"<p>{html.escape(text)}</p>" for text in run.left_out),
-        "Config": make_table([[name, _plain(value)] for name, value in flatten(run.config)]),
+        "Config": make_table(
+            [[name, _plain(value)] for name, value in flatten_config(run.config).items()]
+        ),
     }
     return make_page(charts, sections, title=title)
 
@@ -211,15 +214,6 @@ def make_table(
             cells += f"<{cell}>{shown}</{cell.split()[0]}>"
         lines.append(f"<tr>{cells}</tr>")
     return "\n".join([*lines, "</table></div>"])
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flattens nested dicts to pairs of a dotted name and a value: `("parallel.mesh.data", 8)`."""
-    values: list[tuple[str, Any]] = []
-    for name, value in config.items():
-        inner = isinstance(value, Mapping)
-        values += flatten(value, f"{prefix}{name}.") if inner else [(f"{prefix}{name}", value)]
-    return values
 
 
 # -------------------------------------------------------------------------------------------------
