@@ -51,11 +51,11 @@ FITTED_PRODUCTS = {
     "v5e": 0.789,
     "v5p": 0.902,
     "v6e": 0.628,
-    "a100": 0.623,
-    "h100": 0.694,
-    "h100-500w": 0.435,
+    "a100": 0.642,
+    "h100": 0.704,
+    "h100-500w": 0.452,
 }
-FITTED_ATTENTION = {"torus": 0.444, "nodes": 0.444}
+FITTED_ATTENTION = {"torus": 0.444, "nodes": 0.401}
 # Chip -> chip with the same die, and therefore the same speed of products.
 SAME_PRODUCTS = {"h200": "h100"}
 
