@@ -2,10 +2,11 @@
 
 import jax
 import pytest
+from absl import flags
 
 from benchmarks.malformed_cases import Case, field_cases
 from benchmarks.malformed_files import make_cases
-from benchmarks.malformed_inputs import Answer, count_compilations, shortcomings
+from benchmarks.malformed_inputs import Answer, count_compilations, run_as_main, shortcomings
 from configs import fsdp
 from manualpar.commands.command_line import parse_command_line
 from manualpar.data import load_dataset
@@ -57,6 +58,14 @@ def _loads(path):
     except ValueError:
         return False
     return True
+
+
+@pytest.mark.parametrize("module", ["experiments.fsdp", "manualpar.launch", "docs.run"])
+def test_a_command_runs_as_on_a_command_line(module, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [module, "--nope=1"])
+    monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
+    assert run_as_main(module) == 2
+    assert capsys.readouterr().err.startswith("error: --nope is not a known flag")
 
 
 def test_a_process_that_is_killed_has_counted_what_it_compiled(tmp_path, monkeypatch):
