@@ -51,8 +51,9 @@ def field_cases(folder: Path) -> Iterator[Case]:
     fields = {**MODEL_FIELDS["transformer"], **FIELDS, **MODEL_FIELDS["classifier"]}
     for number, (name, field) in enumerate(fields.items()):
         base = "fsdp" if name in FIELDS or name in MODEL_FIELDS["classifier"] else "fsdp_lm"
-        wrong = [x for x in (*WRONG[field.kind], *_out_of_range(field)) if x != field.default]
-        for index, value in enumerate(wrong):
+        for index, value in enumerate([*WRONG[field.kind], *_out_of_range(field)]):
+            if value == {} == field.default:
+                continue
             path = folder / f"field_{number}_{index}.py"
             path.write_text(_config_text(base, name, value))
             # Without a valid model name the model's fields are unknown, so any may be named.
