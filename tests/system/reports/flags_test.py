@@ -1,5 +1,6 @@
 """The one parser of flags: what a command line means, and a sentence for each mistake."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from manualpar.errors import UsageError
 from manualpar.system.reports.flags import Flag, check_one_of, parse_flags
 from manualpar.system.storage import BucketPath
+from tests.paths import ROOT
 
 USAGE = """A first sentence that is longer than a line
 of the terminal.
@@ -87,6 +89,17 @@ def test_one_of_two_flags_may_be_required():
     found = _parse("x")
     with pytest.raises(UsageError, match=r"expected --output or --on-disk\."):
         check_one_of(found, "output", "on_disk", is_required=True)
+
+
+def test_there_is_no_other_parser():
+    """Benchmarks and tools of the tests have their own, because no user types their flags."""
+    pattern = re.compile(
+        r"^\s*(import argparse|from absl import .*flags|from argparse)", re.MULTILINE
+    )
+    folders = ("manualpar", "docs", "experiments")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    parsers = {path.stem for path in files if pattern.search(path.read_text(encoding="utf-8"))}
+    assert parsers == {"flags", "command_line"}
 
 
 def test_help_begins_with_the_usage_and_lists_the_flags(monkeypatch, capsys):
