@@ -187,7 +187,9 @@ class ParameterForm:
 
     def __init__(self, program: Sending, info: ParameterInfo, place: Route) -> None:
         self.program, self.info, self.place = program, info, place
-        self.comm = program.comm.for_parameter(info.dtype, trainable=place.trainable)
+        self.comm = program.comm.for_parameter(
+            info.dtype, trainable=place.trainable, is_float8=place.is_float8
+        )
         self.once_a_step = program.strategy.gather_every == "step"
         self.reduced = self.comm.reduced_dtype(info.dtype)
         self._gathered = jnp.dtype(self.comm.gather.dtype or info.dtype)

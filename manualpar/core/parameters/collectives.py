@@ -29,6 +29,7 @@ from manualpar.core.tracing.scopes import (
 __all__ = [
     "CommPolicy",
     "Format",
+    "GatherCode",
     "Quantizer",
     "ReduceCode",
     "cast_to_varying",
@@ -44,6 +45,7 @@ __all__ = [
 
 
 Quantization = Literal["int8", "int4"]
+GatherCode = Literal["int8", "float8"]
 ReduceCode = Literal[Quantization, "bfloat16"]
 
 
@@ -63,8 +65,13 @@ class Quantizer(Protocol):
         If `n` is no integer, some devices send a number fewer, and rows are padded.
         """
 
-    def gather(self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]]) -> jax.Array:
-        """Gathers shards along `dim`, over the axes of each round in turn; returns float32."""
+    def gather(
+        self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]], dtype: Any
+    ) -> jax.Array:
+        """Gathers shards along `dim`, over the axes of each round in turn, to an array of `dtype`.
+
+        With the name `"float8"`, an all-reduce of one number, the scale, comes before.
+        """
 
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
@@ -125,19 +132,26 @@ class CommPolicy:
         """The same policy without casts and quantizers."""
         return CommPolicy(axis_by_axis=self.axis_by_axis)
 
-    def for_parameter(self, dtype: Any, *, trainable: bool = True) -> "CommPolicy":
+    def for_parameter(
+        self, dtype: Any, *, trainable: bool = True, is_float8: bool = False
+    ) -> "CommPolicy":
         """Returns the policy for a parameter with dtype `dtype`.
 
         A parameter that is not floating-point is sent as it is stored. A frozen parameter is cast
-        only to a narrower dtype.
+        only to a narrower dtype. Codes in float8 are sent only of a parameter that `is_float8`:
+        only products in float8 read it.
         """
         if not jnp.issubdtype(dtype, jnp.floating):
             return self.exact
+        policy, quantizer = self, self.gather.quantizer
+        if quantizer and quantizer.name == "float8" and not is_float8:
+            policy = dataclasses.replace(self, gather=Format(self.gather.dtype))
         gather_dtype = jnp.dtype(self.gather.dtype or dtype)
         if trainable or dtype.itemsize > gather_dtype.itemsize:
-            return self
-        gather, reduce = (Format(quantizer=each.quantizer) for each in (self.gather, self.reduce))
-        return dataclasses.replace(self, gather=gather, reduce=reduce)
+            return policy
+        formats = policy.gather, policy.reduce
+        gather, reduce = (Format(quantizer=each.quantizer) for each in formats)
+        return dataclasses.replace(policy, gather=gather, reduce=reduce)
 
     def with_reduce_quantizer(self, quantizer: Quantizer | None) -> "CommPolicy":
         """Returns the policy with another quantizer of gradients."""
@@ -321,7 +335,7 @@ def _gather(x: jax.Array, _: Quantizer | None, args: _GatherArgs) -> jax.Array:
         # XLA may keep a collective over one device, which costs a copy.
         rounds = [a for a in reversed(args.comm.rounds(args.axes)) if jax.lax.axis_size(a) > 1]
         if rounds and (quantizer := args.comm.gather.quantizer_for(x.size, x.dtype)):
-            x = quantizer.gather(x, args.dim, rounds).astype(dtype)
+            x = quantizer.gather(x, args.dim, rounds, dtype)
         else:
             x = x.astype(dtype)
             for axes in rounds:
