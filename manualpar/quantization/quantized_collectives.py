@@ -297,12 +297,16 @@ class RowQuantizer(abc.ABC):
     def unpack(self, rows: jax.Array, n: int) -> jax.Array:
         """Returns the numbers of rows, `float32[..., n]`."""
 
+    def largest(self, x: jax.Array, kept: tuple[int, ...] = ()) -> jax.Array | None:
+        """Returns `None`, because rows contain the scales of their blocks."""
+
     def gather(
         self,
         x: jax.Array,
         dim: int,
         rounds: Sequence[tuple[str, ...]],
         dtype: Any = jnp.float32,
+        largest: jax.Array | None = None,
         *,
         is_invariant: bool = False,
         key: jax.Array | None = None,
@@ -314,6 +318,7 @@ class RowQuantizer(abc.ABC):
           dim: The dimension along which `x` is sharded.
           rounds: The mesh axes of each all-gather, in their order: the minor axis first.
           dtype: The dtype of the result.
+          largest: `None`, because each block has a scale of its own.
           is_invariant: Whether the type of the result is not varying over the axes.
           key: As in `scatter_sum`.
 
@@ -487,25 +492,32 @@ class Float8Gather:
         """Returns whether the numbers take more bytes than codes; see `Quantizer`."""
         return n > 0 and itemsize > 1
 
+    def largest(self, x: jax.Array, kept: tuple[int, ...] = ()) -> jax.Array | None:
+        """Returns the largest magnitudes, in float32; see `Quantizer`."""
+        dims = tuple(dim for dim in range(x.ndim) if dim not in kept)
+        found = jnp.max(jnp.abs(x), dims, keepdims=True, initial=0).astype(jnp.float32)
+        # The maximum of NaN and a number may be the number.
+        return jnp.where(jnp.isfinite(found), found, jnp.inf)
+
     def gather(
-        self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]], dtype: Any
+        self,
+        x: jax.Array,
+        dim: int,
+        rounds: Sequence[tuple[str, ...]],
+        dtype: Any,
+        largest: jax.Array | None = None,
     ) -> jax.Array:
         """Gathers shards along `dim`, in the dtype in which a product gets them.
 
         Communication:
-          An all-reduce of the largest magnitude, and an all-gather of codes for each round.
+          An all-gather of codes for each round.
         """
-        axes = tuple(axis for each in rounds for axis in each)
-        x = x.astype(dtype)
+        assert largest is not None
         with jax.named_scope(DECODE_SCOPE):
-            largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-            # The maximum of NaN and a number may be the number.
-            largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf)
-        scale = float8_scale(jax.lax.pmax(largest, axes), FLOAT8)
-        with jax.named_scope(DECODE_SCOPE):
-            codes = encode_float8(x, scale, FLOAT8)
-        for each in rounds:
-            codes = jax.lax.all_gather(codes, each, axis=dim, tiled=True)
+            scale = float8_scale(largest, FLOAT8)
+            codes = encode_float8(x.astype(dtype), scale, FLOAT8)
+        for axes in rounds:
+            codes = jax.lax.all_gather(codes, axes, axis=dim, tiled=True)
         with jax.named_scope(DECODE_SCOPE):
             return codes.astype(dtype) * scale.astype(dtype)
 
