@@ -282,6 +282,16 @@ class ParameterForm:
                 times = strategy.sends(self.program.num_minibatches, True).gathers
             yield gather.gather(times, scope, self.comm, info.dtype, sent, parts)
 
+    def scales(self, scope: str = GATHER_SCOPE) -> Iterator[Collective]:
+        """Yields the parameter's part of the all-reduce of scales, if it is gathered in float8."""
+        quantizer = self.comm.gather.quantizer
+        if quantizer is None or quantizer.name != "float8":
+            return
+        axes = tuple(dict.fromkeys(axis for x in self._used if x.is_data for axis in x.axes))
+        if (size := axes_size(self.program.mesh, axes)) > 1:
+            shape = (math.prod(self.info.shape[dim] for dim in self.info.loop_dims),)
+            yield Collective("all_reduce", axes, size, shape, jnp.dtype("float32"), 1, scope)
+
     def scatters(
         self, times: int, scope: str = SCATTER_SCOPE, parts: int = 1
     ) -> Iterator[Collective]:
@@ -363,6 +373,7 @@ class ParameterForm:
         if not self.place.trainable:
             sends = CommCounts(sends.uses, sends.gathers)
         yield from self.shared_sums(uses.backward)
+        yield from self.scales()
         yield from self.gathers(sends)
         yield from self.scatters(sends.scatters)
         yield from self.means(uses.backward)

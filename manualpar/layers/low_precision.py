@@ -146,7 +146,8 @@ def dot_general(
     dtype = jnp.result_type(lhs, rhs)
     axes = varying_axes((lhs, rhs))
     lhs, rhs = (cast_to_varying(x.astype(dtype), axes) for x in (lhs, rhs))
-    with product_scope(matmul):
+    # A gather sends codes with one scale, which fits only products with one scale.
+    with product_scope(matmul) if not batch[0] else contextlib.nullcontext():
         y = _product(lhs, rhs, dims, matmul)
     return y.astype(preferred_element_type or dtype)
 

@@ -948,6 +948,11 @@ def trace_model(
         infos = split_over_stages(infos, stacked, pipeline.axis)
     of_float8 = frozenset[str]()
     if options["gather_code"] == "float8":
+        if pipeline:
+            raise ValueError(
+                f"{strategy}: gather_code='float8' with a pipeline, expected None or 'int8': the "
+                "scales are those of whole parameters, which no stage has."
+            )
         of_float8 = tracer.read_in_float8()
         if not of_float8:
             raise ValueError(
