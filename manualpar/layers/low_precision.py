@@ -226,9 +226,7 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-def _gradient_dims(
-    dims: Dims, side: int, ndim: int, other_ndim: int
-) -> tuple[Dims, Sequence[int]]:
+def _gradient_dims(dims: Dims, side: int, ndim: int, other_ndim: int) -> tuple[Dims, Sequence[int]]:
     """Returns the dims of a gradient's product with the other factor, and the order of its result.
 
     Args:

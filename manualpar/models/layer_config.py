@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.errors import suggest
 from manualpar.layers import SplitDense
 from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.causal_attention import (
@@ -21,6 +22,7 @@ from manualpar.layers.attention.causal_attention import (
     AttentionKind,
 )
 from manualpar.layers.attention.context import Context
+from manualpar.layers.low_precision import MATMULS, Matmul
 from manualpar.layers.model_fields import (
     MOST_WRITTEN_OUT,
     FieldGroup,
@@ -29,8 +31,6 @@ from manualpar.layers.model_fields import (
     refuse,
     refuse_unknown,
 )
-from manualpar.errors import suggest
-from manualpar.layers.low_precision import MATMULS, Matmul
 from manualpar.layers.moe.experts import Experts
 from manualpar.layers.ring import LAYER_OVERLAPS, LayerOverlap
 from manualpar.models.rotary import NO_ROTARY, Rotary

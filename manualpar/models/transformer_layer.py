@@ -135,7 +135,9 @@ class SelfAttention(nn.Module):
         out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
 
         def project(shape: tuple[int, ...], dim_names: DimNames, name: str) -> jax.Array:
-            product = make_product(config, shape, dim_names, use_bias=how.qkv_bias, name=f"attention/{name}")
+            product = make_product(
+                config, shape, dim_names, use_bias=how.qkv_bias, name=f"attention/{name}"
+            )
             return whole_sequence(product(x_BSD))
 
         query_BSNH, key_BSKH = project(*query, "query"), project(*key, "key")
@@ -184,7 +186,11 @@ class SelfAttention(nn.Module):
                 if isinstance(rows, Prompts):
                     x = keep_prompts(x, rows, how.scoring)
                 self.put_variable(NEW_KEYS, name, x)
-        of_out: Any = {"scale": config.added_scale, "use_bias": how.out_bias, "name": "attention/out"}
+        of_out: Any = {
+            "scale": config.added_scale,
+            "use_bias": how.out_bias,
+            "name": "attention/out",
+        }
         leave = make_product(config, *out, contracted=2, **of_out)
         return leave(mixed_BSNH)
 

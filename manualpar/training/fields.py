@@ -60,7 +60,7 @@ Fields = TypedDict(
         "parallel.frozen_dtype": Literal["", "bfloat16", "float32"],
         "parallel.gather_dtype": Literal["", "bfloat16", "float32"],
         "parallel.reduce_dtype": Literal["", "bfloat16", "float32"],
-        "parallel.gather_code": Literal["", "int8"],
+        "parallel.gather_code": Literal["", "int8", "float8"],
         "parallel.reduce_code": Literal["", "int8", "int4", "bfloat16"],
         "parallel.error_feedback": bool,
         "parallel.stochastic_rounding": bool,
@@ -80,15 +80,7 @@ Fields = TypedDict(
         "parallel.outer_code": Literal["", "int8", "int4"],
         "parallel.outer_fragments": int,
         "parallel.outer_overlap": bool,
-        "data.source": Literal[
-            "text",
-            "tokens",
-            "jsonl",
-            "parquet",
-            "arrayrecord",
-            "chat",
-            "mixture",
-        ],
+        "data.source": Literal["text", "tokens", "jsonl", "parquet", "arrayrecord", "chat", "mixture",],
         "model.hidden_size": int,
         "model.num_classes": int,
         "model.dropout_rate": float,
@@ -134,15 +126,7 @@ Fields = TypedDict(
         "model.rotary_features": int,
         "model.learned_positions": int,
         "model.rotary_interleaved": bool,
-        "model.rope_scaling": Literal[
-            "",
-            "linear",
-            "llama3",
-            "dynamic",
-            "yarn",
-            "longrope",
-            "proportional",
-        ],
+        "model.rope_scaling": Literal["", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional",],
         "model.rope_factor": float,
         "model.rope_low_factor": float,
         "model.rope_high_factor": float,
@@ -184,6 +168,8 @@ Fields = TypedDict(
         "model.experts_every": int,
         "model.dense_layers": int,
         "model.dense_mlp_size": int,
+        "model.matmul": Literal["", "float8", "int8"],
+        "model.matmul_layers": tuple[str, ...],
         "model.tied_head": bool,
         "model.scale_embedding": bool,
         "model.vocab_multiple": int,
@@ -204,6 +190,6 @@ Fields = TypedDict(
     },
     total=False,
 )
-"""Values of config fields by dotted name, all of them optional, see `fit`."""
+'''Values of config fields by dotted name, all of them optional, see `fit`.'''
 # The site reads the string above, and `help` reads this one.
 Fields.__doc__ = "Values of config fields by dotted name, all of them optional, see `fit`."

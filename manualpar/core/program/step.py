@@ -421,7 +421,7 @@ class Step(Summarized):
         """Adds to boxes the magnitudes on which devices agree before they gather codes.
 
         Communication:
-          An all-reduce of the magnitudes, once for all minibatches, because parameters do not change.
+          An all-reduce of the magnitudes, once for all minibatches: parameters do not change.
         """
         leaves, structure = jax.tree.flatten(boxes, is_leaf=is_box)
         chosen, arrays = [], []
