@@ -80,7 +80,15 @@ Fields = TypedDict(
         "parallel.outer_code": Literal["", "int8", "int4"],
         "parallel.outer_fragments": int,
         "parallel.outer_overlap": bool,
-        "data.source": Literal["text", "tokens", "jsonl", "parquet", "arrayrecord", "chat", "mixture",],
+        "data.source": Literal[
+            "text",
+            "tokens",
+            "jsonl",
+            "parquet",
+            "arrayrecord",
+            "chat",
+            "mixture",
+        ],
         "model.hidden_size": int,
         "model.num_classes": int,
         "model.dropout_rate": float,
@@ -126,7 +134,15 @@ Fields = TypedDict(
         "model.rotary_features": int,
         "model.learned_positions": int,
         "model.rotary_interleaved": bool,
-        "model.rope_scaling": Literal["", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional",],
+        "model.rope_scaling": Literal[
+            "",
+            "linear",
+            "llama3",
+            "dynamic",
+            "yarn",
+            "longrope",
+            "proportional",
+        ],
         "model.rope_factor": float,
         "model.rope_low_factor": float,
         "model.rope_high_factor": float,
@@ -190,6 +206,6 @@ Fields = TypedDict(
     },
     total=False,
 )
-'''Values of config fields by dotted name, all of them optional, see `fit`.'''
+"""Values of config fields by dotted name, all of them optional, see `fit`."""
 # The site reads the string above, and `help` reads this one.
 Fields.__doc__ = "Values of config fields by dotted name, all of them optional, see `fit`."
