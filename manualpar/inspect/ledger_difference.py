@@ -111,6 +111,16 @@ def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], S
     }
 
 
+# The dtypes of quantized products.
+LOW_PRECISION = frozenset({"float8", "int8"})
+
+
+def flops_by_dtype(ledger: Json) -> dict[str, int]:
+    """Returns the operations of a step's products in each dtype; none for an old ledger."""
+    by_dtype = ledger["flops"].get("by_dtype", {})
+    return {dtype: sum(modules.values()) for dtype, modules in by_dtype.items()}
+
+
 def totals(ledger: Json) -> dict[str, float]:
     """Returns the numbers of the whole step by name, without numbers that the ledger lacks."""
     numbers: dict[str, float | None] = {
