@@ -287,7 +287,9 @@ class ParameterForm:
         quantizer = self.comm.gather.quantizer
         if quantizer is None or quantizer.name != "float8":
             return
-        axes = tuple(dict.fromkeys(axis for x in self._used if x.is_data for axis in x.axes))
+        gathered = {axis for x in self._used if x.is_data for axis in x.axes}
+        named = (axis for name in self.place.names for axis in axis_tuple(name))
+        axes = tuple(axis for axis in named if axis in gathered)
         if (size := axes_size(self.program.mesh, axes)) > 1:
             shape = (math.prod(self.info.shape[dim] for dim in self.info.loop_dims),)
             yield Collective("all_reduce", axes, size, shape, jnp.dtype("float32"), 1, scope)

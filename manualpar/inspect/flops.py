@@ -148,7 +148,8 @@ class ProductReader(EquationReader[Product[Fraction]]):
         flops = flops_of(eqn, around.scope)
         if flops is not None:
             share = Fraction(around.times * flops, around.spread)
-            return (Product(around.scope, share, Fraction(0), spread=around.spread),)
+            dtype = product_dtype(eqn)
+            return (Product(around.scope, share, Fraction(0), dtype, spread=around.spread),)
         return () if eqn.primitive.name == "pallas_call" else None
 
     def cost(self, findings: tuple[Product[Fraction], ...]) -> Fraction:
