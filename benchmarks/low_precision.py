@@ -1,4 +1,4 @@
-"""Trains a small language model with products in bfloat16, float8 and int8, and compares the losses.
+"""Compares the losses of a small language model with products in bfloat16, float8 and int8.
 
 python -m benchmarks.low_precision [--steps 300] [--seeds 3] [--recipes bfloat16 float8 int8 qwix]
     [--json FILE.json]
@@ -6,7 +6,7 @@ python -m benchmarks.low_precision [--steps 300] [--seeds 3] [--recipes bfloat16
 The model reads bytes of Python's standard library on eight devices (FSDP, bfloat16), and the losses
 are those of files that it does not train on, in nats for each byte. `float8 codes` also gathers
 weights as codes in float8, which changes no bit. `qwix` replaces the products by qwix's in int8
-(`pip install "manualpar[low-precision]"`). On a CPU such products are emulated, so nothing is timed.
+(`pip install "manualpar[low-precision]"`). A CPU emulates such products, so nothing is timed.
 """
 
 import argparse
