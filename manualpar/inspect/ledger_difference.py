@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 __all__ = [
+    "LOW_PRECISION",
     "NAMES",
     "NOTHING",
     "Difference",
@@ -19,6 +20,7 @@ __all__ = [
     "Sent",
     "bytes_more",
     "compare_ledgers",
+    "flops_by_dtype",
     "name_module",
     "sent_by",
     "totals",
