@@ -33,6 +33,7 @@ from flax.typing import In
 from jax.typing import DTypeLike
 
 from manualpar.core.modes.layer_loops import AUTO, AUTO_WRITTEN_OUT, CHOICES, REMAT_POLICIES
+from manualpar.core.parameters.placement import MatrixDims
 from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
@@ -657,6 +658,9 @@ class Transformer(nn.Module):
     # Evaluation uses these values, because both fields apply only to training, see
     # `manualpar.core.model.apply_fn`.
     evaluation_fields: ClassVar[Mapping[str, Any]] = {"label_smoothing": 0.0, "z_loss": 0.0}
+    matrix_dims: ClassVar[Mapping[str, MatrixDims]] = dict.fromkeys(
+        ("embedding", "positions", "head"), MatrixDims((0,), (1,), hidden=False)
+    )
 
     @nn.compact
     def __call__(

@@ -15,13 +15,15 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` 
 devices along `config.split.axis`.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.parameters.placement import MatrixDims
 from manualpar.core.tracing.scopes import HALVES
 from manualpar.layers import MoE, enter, split
 from manualpar.layers.attention.key_value_cache import (
@@ -487,6 +489,7 @@ class Expand(nn.Module):
 
     config: LayerConfig
     shape: tuple[int, int, int]
+    matrix_dims: ClassVar[Mapping[str, MatrixDims]] = {"kernel": MatrixDims((0,), (1, 2))}
 
     @nn.compact
     def __call__(self) -> jax.Array:

@@ -28,9 +28,10 @@ from manualpar.core.model.interface import interface_of
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.model.trace_model import init_variables
 from manualpar.core.parameters.placement import combine, is_trained, strip_boxes
+from manualpar.core.program.optimizer_update import optimizer_for
 from manualpar.core.program.program import Program
 from manualpar.core.summary import as_text, describe_fields
-from manualpar.core.trees import path_name
+from manualpar.core.trees import Infos, path_name
 from manualpar.data import abstract_batch
 from manualpar.errors import suggest
 from manualpar.inspect.flops import ProductReader
@@ -224,15 +225,21 @@ def _build(
     divide = functools.partial(divide_batch, config, data_axes, axes_size(mesh, data_axes))
     division = divide(earlier)
     values["optimizer.num_minibatches"] = division.minibatches
-    tx = make_optimizer(config, schedule) if schedule else task.optimizer
-    assert tx is not None, "a task without an optimizer has a schedule"
     if optimizer.ema_decay and not kind.is_exact:
         raise ValueError(
             f"config.optimizer.ema_decay is {optimizer.ema_decay} and config.parallel.strategy is "
             f"{kind.name!r}, expected 0.0, because each replica would average its own parameters."
         )
-    if optimizer.ema_decay:
-        tx = optax.chain(tx, params_ema(optimizer.ema_decay))
+
+    def tx(parameters: Infos) -> optax.GradientTransformation:
+        if schedule:
+            made = make_optimizer(config, schedule, parameters)
+        else:
+            assert task.optimizer is not None, "a task without an optimizer has a schedule"
+            made = optimizer_for(task.optimizer, parameters)
+        average = [params_ema(optimizer.ema_decay)] if optimizer.ema_decay else []
+        return optax.chain(made, *average) if average else made
+
     axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
     half_bytes = _bytes_of_half(config, task, mesh, division)
     chosen = _choose_options(parallel, mesh, axis_name, half_bytes=half_bytes)

@@ -8,9 +8,10 @@ compute it. A strategy's `PlaceFn` returns the `Placement` of a parameter from i
 import dataclasses
 import difflib
 import fnmatch
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -27,8 +28,10 @@ from manualpar.core.parameters.annotations import (
 )
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.trees import Infos, Params, Placements, path_keys, path_name
+from manualpar.errors import suggest
 
 __all__ = [
+    "MatrixDims",
     "ParameterInfo",
     "PlaceFn",
     "Placement",
@@ -52,6 +55,23 @@ __all__ = [
 # The facts about each parameter from which a strategy decides how to shard it.
 
 
+class MatrixDims(NamedTuple):
+    """The dims by which a parameter is a matrix, or a stack of matrices along its other dims.
+
+    A module may say this of its parameters, in an attribute `matrix_dims` that maps their names to
+    `MatrixDims`, or to `None` for a parameter that is no matrix.
+
+    Attributes:
+      inputs: The dims that the module's product sums over.
+      outputs: The dims that the result of the product has instead.
+      hidden: Whether both sides are features. They are not in an embedding, a head and a router.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    hidden: bool = True
+
+
 @dataclasses.dataclass(frozen=True)
 class ParameterInfo:
     """The facts about a parameter from which a strategy decides its placement.
@@ -70,6 +90,8 @@ class ParameterInfo:
       trainable: Whether the parameter is trained. If not, it is *frozen*.
       absent_axes: The axes in the annotation of a split parameter that the mesh does not have.
       platform: The platform of the mesh's devices, such as `"gpu"`; `""` if they are not known.
+      matrix: The dims by which the parameter is a matrix, counted from the first dim; `None` if it
+        is none. Dims of loops and of experts are neither inputs nor outputs.
     """
 
     path: str
@@ -82,6 +104,7 @@ class ParameterInfo:
     trainable: bool = True
     absent_axes: frozenset[str] = frozenset()
     platform: str = ""
+    matrix: MatrixDims | None = None
 
     @property
     def unsharded_dims(self) -> frozenset[int]:
@@ -170,6 +193,101 @@ def split_over_stages(infos: Infos, stacked: frozenset[str], axis: str) -> Any:
         return dataclasses.replace(info, names=names, split_axes=info.split_axes | {axis})
 
     return jax.tree.map(staged, infos)
+
+
+class Declared(NamedTuple):
+    """A parameter as its module makes it, before loops add dims.
+
+    Attributes:
+      shape: The shape; `None` if it is not known.
+      matrix: The dims by which it is a matrix; `None` if it is none.
+    """
+
+    shape: tuple[int, ...] | None
+    matrix: MatrixDims | None
+
+
+# Names of parameters that are no matrices, although a product may have several output dims.
+_VECTORS = ("bias", "scale")
+
+
+def as_matrix(path: str, number_of_dims: int) -> MatrixDims | None:
+    """Returns the dims of a matrix whose module is not known: two dims, as in optax."""
+    is_matrix = number_of_dims == 2 and path.rpartition("/")[2] not in _VECTORS
+    return MatrixDims((0,), (1,)) if is_matrix else None
+
+
+def added_dims(shape: tuple[int, ...], declared: tuple[int, ...]) -> list[frozenset[int]]:
+    """Returns the sets of dims of `shape` without which it is the shape that a module declared.
+
+    The first set has the first dims, where loops stack parameters by default.
+    """
+    dims = range(len(shape))
+    return [
+        frozenset(added)
+        for added in itertools.combinations(dims, max(len(shape) - len(declared), 0))
+        if tuple(n for dim, n in enumerate(shape) if dim not in added) == declared
+    ]
+
+
+def matrix_of(info: ParameterInfo, declared: Declared | None) -> MatrixDims | None:
+    """Returns the dims by which a stored parameter is a matrix, from what its module declared."""
+    loops = info.loop_dims
+    if declared is not None:
+        if declared.matrix is None:
+            return None
+        if declared.shape is not None:
+            found = added_dims(info.shape, declared.shape)
+            if not found:
+                return None
+            loops = loops if loops in found else found[0]
+    own = [dim for dim in range(len(info.shape)) if dim not in loops]
+    found_dims = as_matrix(info.path, len(own)) if declared is None else declared.matrix
+    if found_dims is None or not all(found_dims[:2]):
+        return None
+    inputs, outputs = (tuple(own[dim] for dim in dims) for dims in found_dims[:2])
+    return MatrixDims(inputs, outputs, found_dims.hidden)
+
+
+def choose_matrices(
+    infos: Infos, globs: Sequence[str] = (), field: str = "muon_dims: matrices"
+) -> Any:
+    """Returns a tree like the parameters that says which ones are trained as matrices.
+
+    Args:
+      globs: Globs on paths, as in `muon_dims`.
+      field: What has the globs, for messages.
+    """
+    leaves = jax.tree.leaves(infos)
+    paths = [info.path for info in leaves]
+    for glob in globs:
+        if not fnmatch.filter(paths, glob.removeprefix("!")):
+            raise ValueError(
+                f"{field} has {glob!r}, which matches no parameter, expected globs on the "
+                f"parameters' paths such as '*kernel' and '!head/*'"
+                f"{suggest(glob.removeprefix('!'), paths)}."
+            )
+    named = [glob for glob in globs if not glob.startswith("!")]
+    spared = [glob.removeprefix("!") for glob in globs if glob.startswith("!")]
+
+    def matches(path: str, globs: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+
+    def is_chosen(info: ParameterInfo) -> bool:
+        if matches(info.path, spared):
+            return False
+        if not named:
+            return info.matrix is not None and info.matrix.hidden
+        exact = [glob for glob in named if glob == info.path]
+        if info.matrix is None and exact:
+            raise ValueError(
+                f"{field} has {exact[0]!r}, a parameter of shape {info.shape}, expected a matrix, "
+                "and the module that makes it does not say which dims are inputs and outputs. Give "
+                "the module an attribute matrix_dims with the parameter's MatrixDims."
+            )
+        return info.matrix is not None and matches(info.path, named)
+
+    return jax.tree.map(is_chosen, infos)
 
 
 def computed_specs(infos: Infos) -> Any:

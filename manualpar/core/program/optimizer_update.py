@@ -34,7 +34,10 @@ from manualpar.core.parameters.placement import (
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
 from manualpar.core.summary import Summarized, leaf_types
 from manualpar.core.tracing.scopes import OPTIMIZER_SCOPE
-from manualpar.core.trees import Grads, OptState, Params, Placements
+from manualpar.core.trees import Grads, Infos, OptState, Params, Placements
+
+# An optimizer, or a function that makes it from the tree of the parameters' `ParameterInfo`s.
+Optimizer = optax.GradientTransformation | Callable[[Infos], optax.GradientTransformation]
 
 _REFUSED = re.compile(r"got an unexpected keyword argument '(\w+)'")
 
@@ -134,6 +137,21 @@ class Update(Summarized):
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
         """Maps `function(placement, *leaves)` over trees with the structure of the parameters."""
         return map_in_scopes(function, self.placements, *trees)
+
+
+def is_optimizer(tx: Any) -> bool:
+    """Returns whether an object has the two functions of an optimizer of optax."""
+    return hasattr(tx, "init") and hasattr(tx, "update")
+
+
+def optimizer_for(tx: Optimizer, parameters: Infos) -> optax.GradientTransformation:
+    """Returns an optimizer; calls `tx` with the parameters if it is a function that makes one."""
+    made: Any = tx if is_optimizer(tx) or not callable(tx) else tx(parameters)
+    if not is_optimizer(made):
+        raise TypeError(
+            f"tx: the function {tx!r} returned {made!r}, expected an optax.GradientTransformation."
+        )
+    return made
 
 
 def global_norm(tree: Any) -> jax.Array:
