@@ -26,6 +26,7 @@ Fields = TypedDict(
         "optimizer.warmup_steps": int,
         "optimizer.weight_decay": float,
         "optimizer.decay_mask": tuple[str, ...],
+        "optimizer.matrices": tuple[str, ...],
         "optimizer.b1": float,
         "optimizer.b2": float,
         "optimizer.clip_norm": float,

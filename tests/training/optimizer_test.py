@@ -1,5 +1,6 @@
 """The optimizer and schedule of a config are those that optax makes by hand."""
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -14,6 +15,8 @@ import optax.contrib
 import pytest
 
 from configs import fsdp
+from manualpar import make_mesh
+from manualpar.core.parameters.placement import describe_parameters, matrix_of
 from manualpar.models import Classifier
 from manualpar.training.config import check_config, complete_config
 from manualpar.training.experiment import prepare
@@ -187,7 +190,7 @@ def test_globs_name_the_parameters_to_decay_and_those_to_spare(globs, decayed):
 def test_weight_decay_moves_kernels_by_its_share_and_biases_not_at_all():
     params = Classifier(hidden_size=4).init(jax.random.key(0), jnp.ones((1, 3)), train=False)
     params = jax.tree.map(lambda x: x + 1.0, params["params"])
-    tx = make_optimizer(config_with(), lambda _: 0.5)
+    tx = make_optimizer(config_with(), lambda _: 0.5, described(params))
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     for layer in params:
         np.testing.assert_allclose(updates[layer]["bias"], 0)
@@ -202,6 +205,12 @@ PARAMS = {
     "dense": {"kernel": jnp.sin(jnp.arange(12.0) ** 2).reshape(4, 3), "bias": jnp.ones(3)},
     "heads": {"kernel": jnp.cos(jnp.arange(12.0) ** 2).reshape(2, 3, 2)},
 }
+
+
+def described(params):
+    """The parameters as a program describes those of a module that it does not know."""
+    infos = describe_parameters(params, {}, make_mesh({"data": 1}), ())
+    return jax.tree.map(lambda x: dataclasses.replace(x, matrix=matrix_of(x, None)), infos)
 
 
 def quadratic(params):
@@ -268,7 +277,7 @@ def test_an_optimizer_is_what_optax_makes(name):
             fields, schedule = fields | {"warmup_steps": 0}, {"name": "constant_schedule"}
         config = config_with(optimizer=fields, schedule=schedule)
         rate = PEAK if name in ONLY_NUMBERS else make_schedule(config)
-        tx = make_optimizer(config, make_schedule(config))
+        tx = make_optimizer(config, make_schedule(config), described(PARAMS))
         assert_equal(tx, OF_OPTAX[name](rate, **by_hand))
 
 
@@ -323,7 +332,7 @@ def prepare_silently(**groups):
 def test_arguments_reach_the_optimizer(fields, by_hand):
     config = config_with(optimizer=fields)
     schedule = make_schedule(config)
-    assert_equal(make_optimizer(config, schedule), by_hand(schedule))
+    assert_equal(make_optimizer(config, schedule, described(PARAMS)), by_hand(schedule))
 
 
 def test_muon_decays_each_marked_parameter_once():
@@ -331,7 +340,7 @@ def test_muon_decays_each_marked_parameter_once():
     config = config_with(optimizer={"name": "muon"}, schedule={"name": "constant_schedule"})
 
     def update(config):
-        tx = make_optimizer(config, make_schedule(config))
+        tx = make_optimizer(config, make_schedule(config), described(PARAMS))
         zeros = jax.tree.map(jnp.zeros_like, PARAMS)
         return jax.jit(lambda: tx.update(zeros, tx.init(PARAMS), PARAMS)[0])()
 
