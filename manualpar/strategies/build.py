@@ -35,6 +35,8 @@ def build_program(
 
     Args:
       model: The model, written for one device, see `manualpar.core.model.interface`.
+      tx: An optax optimizer, or a function that makes one from the tree of the parameters'
+        `ParameterInfo`s, see `manualpar.muon_dims`.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. `loss` is the mean over
         the examples of `batch`, and `metrics` has pairs `{"loss": (sum, count), ...}`, see
         `accumulate_gradients`. `rng` differs between devices, minibatches and steps.

@@ -14,7 +14,7 @@ import optax
 import optax.contrib
 import pytest
 
-from configs import fsdp
+from configs import fsdp, fsdp_lm
 from manualpar import make_mesh
 from manualpar.core.parameters.placement import describe_parameters, matrix_of
 from manualpar.models import Classifier
@@ -349,6 +349,63 @@ def test_muon_decays_each_marked_parameter_once():
         expected = -PEAK / 4 * DECAY * PARAMS[layer]["kernel"]
         np.testing.assert_allclose(moved[layer]["kernel"], expected, rtol=1e-5)
     np.testing.assert_array_equal(moved["dense"]["bias"], 0)
+
+
+SCANNED = {"num_layers": 2, "hidden_size": 8, "mlp_size": 16, "num_heads": 2, "num_kv_heads": 1}
+
+
+@pytest.mark.parametrize("globs", [(), pytest.param(("!*down*",), marks=pytest.mark.slow)])
+def test_muon_of_a_scanned_transformer_is_that_of_optax_with_dims_by_hand(globs):
+    config = fsdp_lm.get_config()
+    config.model.update({"scan_layers": True, "tied_head": False} | SCANNED)
+    config.data.sequence_length = 8
+    config.optimizer.update({"weight_decay": DECAY, "clip_norm": 0.0})
+    with config.unlocked():
+        config.optimizer.update({"name": "muon", "matrices": globs})
+        config.schedule = ml_collections.ConfigDict({"name": "constant_schedule"})
+    config.optimizer.warmup_steps = 0
+    program = prepare(config, devices=1).program
+    dims = optax.contrib.MuonDimensionNumbers
+    kernels = {
+        **dict.fromkeys(("query", "key", "value"), dims((1,), (2, 3))),
+        "gate": dims(1, 2),
+        "up": dims(1, 2),
+        "down": None if globs else dims(1, 2),
+        "out": dims((1, 2), (3,)),
+    }
+    params = program.unpadded_state.params
+    keys = iter(jax.random.split(jax.random.key(0), 2 * len(program.parameters)))
+    params, grads = (
+        jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params) for _ in "pg"
+    )
+    names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    tree = jax.tree.map_with_path(
+        lambda path, _: kernels.get(names(path).split("/")[-2]) if len(path) > 2 else None, params
+    )
+    assert tree["embedding"] is tree["head"] is None
+
+    @jax.jit
+    def updates(params, grads):
+        muon = optax.contrib.muon(
+            config.optimizer.learning_rate,
+            weight_decay=DECAY,
+            weight_decay_mask=weight_decay_mask,
+            muon_weight_dimension_numbers=tree,
+        )
+        ours = program.abstract_state.tx
+        return [tx.update(grads, tx.init(params), params)[0] for tx in (ours, muon)]
+
+    ours, by_hand = updates(params, grads)
+    rate, decays = config.optimizer.learning_rate, weight_decay_mask(params)
+    by_hand = jax.tree.map(
+        lambda matrix, x, update, is_decayed: (
+            update - rate * DECAY * x if matrix is None and is_decayed else update
+        ),
+        *(tree, params, by_hand, decays),
+        is_leaf=lambda x: x is None or isinstance(x, dims),
+    )
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(assert_close, ours, by_hand)
 
 
 @pytest.mark.parametrize(

@@ -1026,10 +1026,9 @@ def _stored_as(stored_dtypes: StoredDtypes, other: OtherModel) -> OtherModel:
 
 def _may_have_loops(info: ParameterInfo, declared: Declared | None) -> bool:
     """Returns whether only a trace can tell which dims of a possible matrix loops run over."""
-    if declared is None:
-        return len(info.shape) > 1
-    is_known = declared.matrix is None or declared.shape is None
-    return not is_known and len(added_dims(info.shape, declared.shape or ())) > 1
+    if declared is not None and (declared.matrix is None or declared.shape is not None):
+        return bool(declared.matrix) and len(added_dims(info.shape, declared.shape or ())) > 1
+    return len(info.shape) > 1
 
 
 def _frozen_info(info: ParameterInfo) -> ParameterInfo:

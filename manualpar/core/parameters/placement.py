@@ -245,6 +245,8 @@ def matrix_of(info: ParameterInfo, declared: Declared | None) -> MatrixDims | No
     found_dims = as_matrix(info.path, len(own)) if declared is None else declared.matrix
     if found_dims is None or not all(found_dims[:2]):
         return None
+    if max(map(max, found_dims[:2])) >= len(own):  # NNX: several dims may be a loop's.
+        return None
     inputs, outputs = (tuple(own[dim] for dim in dims) for dims in found_dims[:2])
     return MatrixDims(inputs, outputs, found_dims.hidden)
 
