@@ -28,7 +28,6 @@ from manualpar.core.model.interface import interface_of
 from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.model.trace_model import init_variables
 from manualpar.core.parameters.placement import combine, is_trained, strip_boxes
-from manualpar.core.program.optimizer_update import optimizer_for
 from manualpar.core.program.program import Program
 from manualpar.core.summary import as_text, describe_fields
 from manualpar.core.trees import Infos, path_name
@@ -236,7 +235,7 @@ def _build(
             made = make_optimizer(config, schedule, parameters)
         else:
             assert task.optimizer is not None, "a task without an optimizer has a schedule"
-            made = optimizer_for(task.optimizer, parameters)
+            made = task.optimizer(parameters) if callable(task.optimizer) else task.optimizer
         average = [params_ema(optimizer.ema_decay)] if optimizer.ema_decay else []
         return optax.chain(made, *average) if average else made
 

@@ -31,11 +31,13 @@ from manualpar.core.trees import Infos, Params, Placements, path_keys, path_name
 from manualpar.errors import suggest
 
 __all__ = [
+    "Declared",
     "MatrixDims",
     "ParameterInfo",
     "PlaceFn",
     "Placement",
     "Route",
+    "choose_matrices",
     "combine",
     "describe_parameters",
     "is_trained",
@@ -254,11 +256,21 @@ def matrix_of(info: ParameterInfo, declared: Declared | None) -> MatrixDims | No
 def choose_matrices(
     infos: Infos, globs: Sequence[str] = (), field: str = "muon_dims: matrices"
 ) -> Any:
-    """Returns a tree like the parameters that says which ones are trained as matrices.
+    """Chooses the parameters that an optimizer such as Muon trains as matrices.
 
     Args:
-      globs: Globs on paths, as in `muon_dims`.
-      field: What has the globs, for messages.
+      infos: The tree of parameters with a `ParameterInfo` at each leaf.
+      globs: Globs on paths, as in `manualpar.muon_dims`.
+      field: The argument or field that has the globs, for messages.
+
+    Returns:
+      A tree like the parameters with `True` at each matrix and `False` elsewhere.
+
+    Raises:
+      ValueError: A glob matches no parameter, or names a parameter whose dims are not known.
+
+    Communication:
+      None.
     """
     leaves = jax.tree.leaves(infos)
     paths = [info.path for info in leaves]
@@ -426,12 +438,19 @@ def route_parameter(
     )
 
 
-def like_params(tree: Any, params: Params, values: Any, default: Any) -> Any:
+def like_params(
+    tree: Any,
+    params: Params,
+    values: Any,
+    default: Any,
+    other_shape: Callable[[tuple[Any, ...], Any], Any] | None = None,
+) -> Any:
     """Returns a tree like an optimizer's state; each leaf gets the value of its parameter.
 
     A leaf belongs to a parameter if its path ends in the parameter's path and the shapes are equal.
-    Adam's moments belong to a parameter; Adafactor's factored moments have another shape. `values`
-    is a tree like `params`. Leaves that belong to no parameter get the default.
+    Adam's moments belong to a parameter; the statistics of Shampoo have another shape. `values` is
+    a tree like `params`. A leaf whose path only contains a parameter's path gets `other_shape(keys,
+    leaf)`, where `keys` are the path of the parameter. All other leaves get the default.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     by_path = {
@@ -445,9 +464,41 @@ def like_params(tree: Any, params: Params, values: Any, default: Any) -> Any:
             shape, found = by_path.get(keys[start:], (None, default))
             if shape is not None and shape == x.shape:
                 return found
+        if other_shape is None:
+            return default
+        for size in range(len(keys), 0, -1):  # The longest path, because it says most.
+            for start in range(len(keys) - size + 1):
+                if keys[start : start + size] in by_path:
+                    return other_shape(keys[start : start + size], x)
         return default
 
     return jax.tree_util.tree_map_with_path(value, tree)
+
+
+def as_parameter(info: ParameterInfo, x: Any) -> ParameterInfo | None:
+    """Describes an array of an optimizer's state that belongs to a parameter of another shape.
+
+    The array may be sharded along any dim, because no loop of the model runs over it. If it has the
+    parameter's first dims, of experts or of the stages of a pipeline, these stay divided. Returns
+    `None` for an array that has no two dims for each layer, such as a factored moment.
+    """
+    matrix = info.matrix[0] + info.matrix[1] if info.matrix else ()
+    batch = [dim for dim in range(len(info.shape)) if dim not in matrix] if matrix else []
+    if len(x.shape) - len(batch or info.loop_dims) < 2:
+        return None
+    names: list[Any] = [None] * len(x.shape)
+    for dim, name in enumerate(split_names(info)):
+        if dim not in batch or x.shape[dim] != info.shape[dim]:
+            break
+        names[dim] = name
+    return ParameterInfo(
+        info.path,
+        x.shape,
+        x.dtype,
+        tuple(names),
+        frozenset(),
+        frozenset(axis for name in names for axis in axis_tuple(name)),
+    )
 
 
 def param_specs(placements: Placements) -> Any:

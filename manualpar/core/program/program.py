@@ -55,6 +55,7 @@ from manualpar.core.parameters.placement import (
     ParameterInfo,
     Placement,
     Route,
+    as_parameter,
     choose_matrices,
     like_params,
     map_padded,
@@ -79,7 +80,7 @@ from manualpar.core.program.step import Rounding, Step
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized, describe_shapes, describe_tree
-from manualpar.core.trees import Batch, Infos, Placements, Specs
+from manualpar.core.trees import Batch, Infos, Placements, Specs, path_keys
 
 # -------------------------------------------------------------------------------------------------
 # Makes a program's training state before the first step: its values, padding and shardings.
@@ -101,13 +102,24 @@ class InitialState:
         tx: optax.GradientTransformation,
         placements: Placements,
         rounding: Rounding,
+        place: Callable[[ParameterInfo], Placement],
     ) -> None:
-        placements = model.own(placements)
+        """Decides the layout; `place` places arrays of the optimizer's state that are like none."""
+        placements, replicated = model.own(placements), Placement(())
+        infos = {
+            path_keys(path): info
+            for path, info in jax.tree_util.tree_leaves_with_path(model.own(model.parameters))
+        }
         self._model, self._tx, self._placements, self._rounding = model, tx, placements, rounding
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.unpadded = jax.eval_shape(self._state, model.own_variables, key)
+
+        def place_other(keys: tuple[Any, ...], x: Any) -> Placement:
+            described = as_parameter(infos[keys], x)
+            return replicated if described is None else place(described)
+
         opt_placements = like_params(
-            self.unpadded.opt_state, self.unpadded.params, placements, Placement(())
+            self.unpadded.opt_state, self.unpadded.params, placements, replicated, place_other
         )
         self.opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
         self.padded = jax.eval_shape(self._pad, self.unpadded)
@@ -655,7 +667,7 @@ def _design(
     leaves = trained(traced_model.parameters), trained(placements)
     rounding = quantization.make_rounding(strategy, *leaves, mode=mode, options=options)
     tx = optimizer_for(tx, traced_model.own(traced_model.parameters))
-    states = InitialState(traced_model, tx, placements, rounding)
+    states = InitialState(traced_model, tx, placements, rounding, place)
     step = Step(
         strategy=strategy,
         model=traced_model,
