@@ -15,12 +15,13 @@ import pytest
 
 from manualpar import Batch, abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect.state_layout import state_bytes
+from manualpar.training.checkpoints import Checkpoints
 from tests.one_device import train_on_one_device, train_program
 from tests.tiny import square_loss
 
 WIDTH, INNER, LAYERS = 16, 24, 3
 RNG = np.random.default_rng(0)
-BATCHES = [Batch(*(RNG.normal(size=(16, WIDTH)).astype(np.float32) for _ in "xy")) for _ in "abc"]
+BATCHES = [Batch(*(RNG.normal(size=(24, WIDTH)).astype(np.float32) for _ in "xy")) for _ in "abc"]
 
 
 class Layer(nn.Module):
@@ -97,10 +98,10 @@ def reference():
         return train_on_one_device(Stack(), shampoo(), BATCHES, square_loss)
 
 
-def build(name, mesh=None):
+def build(name, mesh=None, **options):
     axes = {"replica": 2, "data": 4} if name == "hsdp" else {"data": 8}
     builders = {"zero": functools.partial(zero, stage=1), "fsdp": fsdp, "hsdp": hsdp}
-    options = {} if name == "dp" else {"min_weight_size": 200}
+    options |= {} if name == "dp" else {"min_weight_size": 200}
     builder = builders.get(name, data_parallel)
     mesh = mesh or make_mesh(axes)
     return builder(Stack(), shampoo(), square_loss, mesh=mesh, batch=BATCHES[0], **options)
@@ -133,13 +134,17 @@ def test_statistics_are_divided_and_steps_equal_one_device(devices8, name, parts
 
 
 @pytest.mark.slow
-def test_statistics_move_to_another_mesh(devices8):
+def test_a_checkpoint_moves_statistics_to_another_mesh(devices8, tmp_path):
+    """From eight devices to three, where statistics are padded."""
     with jax.numpy_rank_promotion("allow"):
         program = build("fsdp")
         state, _ = train_program(program, BATCHES[:2])
-        other = build("hsdp")
-        moved, metrics = other.train_step(other.adopt(state), BATCHES[2])
-    del metrics
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(program, state, step=2, extra={})
+        other = build("fsdp", make_mesh({"data": 3}, devices8[:3]), pad=True)
+        with Checkpoints(tmp_path) as checkpoints:
+            restored = checkpoints.restore(other, report=lambda line: None)
+        moved, _ = other.train_step(restored.state, BATCHES[2])
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     jax.tree.map(close, other.whole(moved)["params"], reference().params)
 
