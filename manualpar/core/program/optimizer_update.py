@@ -67,15 +67,18 @@ class Update(Summarized):
         opt_state: OptState,
         value: jax.Array,
         value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
+        collections: Any = None,
         is_applied: jax.Array | None = None,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Updates the parameters.
 
         Args:
-          tx: The optimizer. It gets optax's extra arguments if it accepts them: `value`, `grad`,
-            and `value_fn`, a differentiable function of parameters that evaluates the same batch.
+          tx: The optimizer. It gets extra arguments if it accepts them: optax's `value`, `grad`,
+            and `value_fn`, a differentiable function of parameters that evaluates the same batch;
+            and `collections`.
           grads: The global gradients, in the specs of the optimizer's state.
           value: The global loss, `[]`.
+          collections: The model's collections after the step, such as `batch_stats`.
           value_and_grad: Computes the loss and the gradients at other parameters; both have the
             specs of `params` and `grads`.
           is_applied: `bool[]`, the same on all devices. If it is false, parameters and state are
@@ -99,6 +102,7 @@ class Update(Summarized):
 
             value_fn = _with_gradient(evaluate)
             offered = {"value": value, "grad": grads, "value_fn": value_fn}
+            offered["collections"] = collections
             updates, opt_state = _updates(tx, grads, opt_state, params, offered)
             _check_state(before, opt_state)
             with explain_optimizer("adding its updates to the parameters"):
