@@ -83,6 +83,14 @@ OPTIMIZER_FIELDS: Mapping[str, Field] = {
     "optimizer.clip_norm": Field(
         float, 0, below=LARGEST_FLOAT, meaning="The largest norm of the gradient; 0 for no limit."
     ),
+    "optimizer.qk_clip": Field(
+        float,
+        0,
+        below=LARGEST_FLOAT,
+        default=0.0,
+        meaning="The largest attention score, such as 100, that changes no kernel of queries and "
+        "keys after an update (QK-clip); 0 for no bound.",
+    ),
     "schedule.name": Field(
         str,
         default="cosine_decay_schedule",

@@ -30,6 +30,7 @@ Fields = TypedDict(
         "optimizer.b1": float,
         "optimizer.b2": float,
         "optimizer.clip_norm": float,
+        "optimizer.qk_clip": float,
         "schedule.name": str,
         "schedule.arguments": Mapping[str, Any],
         "optimizer.ema_decay": float,

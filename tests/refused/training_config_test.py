@@ -129,6 +129,7 @@ WRONG = (
     ("optimizer.arguments", {"weight_decay": 0.1}, "which config.optimizer.weight_decay sets; se"),
     ("optimizer.arguments", {"learning_rate": 1.0}, "which config.optimizer.learning_rate sets"),
     ("optimizer.arguments", {"mask": True}, "has 'mask', which config.optimizer.decay_mask sets;"),
+    ("optimizer.qk_clip", -1.0, "config.optimizer.qk_clip is -1.0, expected"),
     ("optimizer.matrices", ("*",), "config.optimizer.matrices is ('*',) and config.optimizer.name"),
     ("optimizer.decay_mask", "*", "config.optimizer.decay_mask is '*', expected a tuple of globs"),
     ("optimizer.warmup_steps", 1001, "and config.training.num_steps is 1000, expected at most as"),
