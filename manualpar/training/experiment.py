@@ -30,7 +30,7 @@ from manualpar.core.model.trace_model import init_variables
 from manualpar.core.parameters.placement import combine, is_trained, strip_boxes
 from manualpar.core.program.program import Program
 from manualpar.core.summary import as_text, describe_fields
-from manualpar.core.trees import Infos, path_name
+from manualpar.core.trees import path_name
 from manualpar.data import abstract_batch
 from manualpar.errors import suggest
 from manualpar.inspect.flops import ProductReader
@@ -235,7 +235,7 @@ def _build(
             f"{kind.name!r}, expected 0.0, because each replica would average its own parameters."
         )
 
-    def tx(parameters: Infos) -> optax.GradientTransformation:
+    def tx(parameters: Any) -> optax.GradientTransformation:
         if schedule:
             made = make_optimizer(config, schedule, parameters)
         else:

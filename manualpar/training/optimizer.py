@@ -36,7 +36,7 @@ import optax.contrib
 
 from manualpar.core.parameters.placement import choose_matrices
 from manualpar.core.program.program import muon_dims
-from manualpar.core.trees import Infos, path_name
+from manualpar.core.trees import path_name
 from manualpar.errors import suggest
 
 EVERYTHING = ("*",)
@@ -128,7 +128,7 @@ def describe_jump(
 
 
 def make_optimizer(
-    config: ml_collections.ConfigDict, schedule: optax.Schedule, parameters: Infos
+    config: ml_collections.ConfigDict, schedule: optax.Schedule, parameters: Any
 ) -> optax.GradientTransformation:
     """Makes the optimizer of a config, with its clipping.
 
