@@ -252,8 +252,7 @@ def note_largest_scores(
     largest_N = largest_scores(*arrays, document_BS, config.attention)
     start, axes = 0, bound_axes("Transformer", config.split.axis or ())
     if axes and len(largest_N) < config.num_heads:
-        # If there are fewer heads than devices, devices share heads.
-        start = jax.lax.axis_index(axes) * config.num_heads // jax.lax.axis_size(axes)
+        start = jax.lax.axis_index(axes) * len(largest_N)
     lowest_N = cast_to_varying(jnp.full(config.num_heads, -jnp.inf), varying_axes(largest_N))
     largest_N = jax.lax.dynamic_update_slice_in_dim(lowest_N, largest_N, start, axis=0)
     missing = tuple(sorted(varying_axes(largest_N) - varying_axes(value)))

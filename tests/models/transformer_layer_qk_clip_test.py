@@ -104,7 +104,6 @@ CASES = {
         {**SHARDED, "num_minibatches": 2, "use_scan": True},
     ),
     "heads": (fsdp, {"data": 2, "model": 4}, SPLIT, SHARDED),
-    "shared heads": (fsdp, {"model": 8, "data": 1}, SPLIT, SHARDED),
     "auto": (fsdp, {"data": 8}, MODEL, {**SHARDED, "mode": "auto"}),
     "remat": (fsdp, {"data": 8}, dataclasses.replace(MODEL, remat="full"), SHARDED),
 }

@@ -16,7 +16,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from manualpar.core.tracing.scopes import OPTIMIZER_SCOPE
 from manualpar.core.trees import Grads, Infos, OptState, Params, Placements
 
 # An optimizer, or a function that makes it from the tree of the parameters' `ParameterInfo`s.
-Optimizer = optax.GradientTransformation | Callable[[Infos], optax.GradientTransformation]
+Optimizer: TypeAlias = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 
 _REFUSED = re.compile(r"got an unexpected keyword argument '(\w+)'")
 
