@@ -39,7 +39,10 @@ from manualpar.core.trees import Grads, Infos, OptState, Params, Placements
 # An optimizer, or a function that makes it from the tree of the parameters' `ParameterInfo`s.
 Optimizer: TypeAlias = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 
-_REFUSED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+# Python's words, and those of the line search of L-BFGS.
+_REFUSED = re.compile(
+    r"(?:got an unexpected keyword argument |not consumed by `value_fn`: \[)'(\w+)'"
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,7 +105,8 @@ class Update(Summarized):
 
             value_fn = _with_gradient(evaluate)
             offered = {"value": value, "grad": grads, "value_fn": value_fn}
-            offered["collections"] = collections
+            if collections:
+                offered["collections"] = collections
             updates, opt_state = _updates(tx, grads, opt_state, params, offered)
             _check_state(before, opt_state)
             with explain_optimizer("adding its updates to the parameters"):
