@@ -26,7 +26,7 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
 from flax.traverse_util import flatten_dict
 
-from manualpar.core.parameters.collectives import cast_to_varying, cast_with_max, varying_axes
+from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.parameters.placement import MatrixDims
 from manualpar.core.tracing.scopes import HALVES
 from manualpar.core.trees import path_keys
@@ -40,7 +40,7 @@ from manualpar.layers.attention.key_value_cache import (
     attend_to_kept,
     keep_prompts,
 )
-from manualpar.layers.boundaries import bound_axes, mean_square_of_heads
+from manualpar.layers.boundaries import mean_square_of_heads
 from manualpar.layers.moe.routing import COUNTS, LOSSES
 from manualpar.layers.ring import Chunks, enter_ring, whole_sequence
 from manualpar.models.layer_config import (
@@ -237,11 +237,7 @@ def note_largest_scores(
     key_BSKH: jax.Array,
     document_BS: jax.Array | None,
 ) -> jax.Array:
-    """Returns the queries; notes the largest score of each head when they are differentiated.
-
-    Communication:
-      Backward, if heads are split over a model axis: an all-reduce of `N` numbers over the axis.
-    """
+    """Returns the queries; notes the largest score of each head when they are differentiated."""
     if not module.is_initializing() and not module.has_variable(OVERWRITTEN, LARGEST):
         return query_BSNH  # Only a training state has the variable.
     variable: Any = module.variable(OVERWRITTEN, LARGEST, jnp.zeros, config.num_heads, jnp.float32)
@@ -250,14 +246,6 @@ def note_largest_scores(
         return query_BSNH
     arrays = jax.lax.stop_gradient((query_BSNH, key_BSKH))
     largest_N = largest_scores(*arrays, document_BS, config.attention)
-    start, axes = 0, bound_axes("Transformer", config.split.axis or ())
-    if axes and len(largest_N) < config.num_heads:
-        start = jax.lax.axis_index(axes) * len(largest_N)
-    lowest_N = cast_to_varying(jnp.full(config.num_heads, -jnp.inf), varying_axes(largest_N))
-    largest_N = jax.lax.dynamic_update_slice_in_dim(lowest_N, largest_N, start, axis=0)
-    missing = tuple(sorted(varying_axes(largest_N) - varying_axes(value)))
-    value = cast_with_max(value, missing) if missing else value
-    largest_N = cast_to_varying(largest_N, varying_axes(value))
     return _noted(query_BSNH, largest_N, value)
 
 

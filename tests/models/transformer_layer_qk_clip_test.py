@@ -91,7 +91,6 @@ def test_kernels_of_heads_with_large_scores_shrink_after_the_update(devices8):
     )
 
 
-SPLIT = dataclasses.replace(MODEL, split=Split("model"))
 SHARDED = {"min_weight_size": 1}
 CASES = {
     "fsdp, minibatches": (fsdp, {"data": 8}, MODEL, {**SHARDED, "num_minibatches": 2}),
@@ -103,14 +102,13 @@ CASES = {
         MODEL,
         {**SHARDED, "num_minibatches": 2, "use_scan": True},
     ),
-    "heads": (fsdp, {"data": 2, "model": 4}, SPLIT, SHARDED),
     "auto": (fsdp, {"data": 8}, MODEL, {**SHARDED, "mode": "auto"}),
     "remat": (fsdp, {"data": 8}, dataclasses.replace(MODEL, remat="full"), SHARDED),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "heads")) for x in CASES]
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "fsdp, minibatches")) for x in CASES]
 )
 def test_every_mesh_clips_as_one_device(devices8, name):
     build, axes, model, options = CASES[name]
@@ -166,6 +164,10 @@ def test_an_optimizer_without_noted_scores_is_refused(devices8):
     with pytest.raises(ValueError, match="no layer notes its largest scores, expected a Transf"):
         train(data_parallel, {"data": 1}, model)
     latent = Attention(notes_largest=True, latent=Latent(rank=4, rotary_size=2, value_size=4))
-    model = dataclasses.replace(MODEL, attention=latent, num_kv_heads=0, rotary=Rotary())
-    with pytest.raises(ValueError, match=r"attention.latent is .*, expected none with notes_larg"):
-        jax.eval_shape(model.init, jax.random.key(0), BATCHES[0].inputs)
+    for fields, words in (
+        ({"attention": latent, "num_kv_heads": 0, "rotary": Rotary()}, "attention.latent is .*"),
+        ({"split": Split("model")}, "split.axis is 'model'"),
+    ):
+        model = dataclasses.replace(MODEL, **fields)
+        with pytest.raises(ValueError, match=f"{words}, expected none with notes_largest"):
+            jax.eval_shape(model.init, jax.random.key(0), BATCHES[0].inputs)

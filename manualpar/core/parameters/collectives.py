@@ -32,7 +32,6 @@ __all__ = [
     "Quantizer",
     "ReduceCode",
     "cast_to_varying",
-    "cast_with_max",
     "gather_array_with_mean_grads",
     "gather_invariant",
     "varying_axes",
@@ -237,13 +236,6 @@ def cast_with_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
     Autodiff takes the maximum of several gradients of such an array, so the transpose of this cast
     takes the maximum over the devices.
-
-    Args:
-      x: The array, `fm32[...]`.
-      axes: The mesh axes over which its type does not vary yet.
-
-    Returns:
-      The same values, typed to vary over `axes`.
 
     Communication:
       Backward: an all-reduce of the gradient over `axes`.
