@@ -37,6 +37,8 @@ GROUPS = (
             "manualpar.Batch",
             "manualpar.print_metrics",
             "manualpar.core.state.metrics",
+            "manualpar.muon_dims",
+            "manualpar.MatrixDims",
             "manualpar.params_ema",
             "manualpar.ema_params",
         ),

@@ -70,10 +70,26 @@ OPTIMIZER_FIELDS: Mapping[str, Field] = {
         meaning="The parameters to decay, by globs on their paths; ! spares parameters. By default "
         "all but biases, scales and arrays of fewer than two dims.",
     ),
+    "optimizer.matrices": Field(
+        tuple,
+        holds_names=True,
+        default=(),
+        expected="a tuple of globs such as ('*kernel', '!head/*')",
+        meaning="The parameters that muon treats as matrices, by globs on their paths; ! leaves "
+        "parameters to Adam. By default the kernels of layers, but no embedding, head or router.",
+    ),
     "optimizer.b1": Field(float, 0, below=1, meaning=_IF_IT_HAS.format("b1")),
     "optimizer.b2": Field(float, 0, below=1, meaning=_IF_IT_HAS.format("b2")),
     "optimizer.clip_norm": Field(
         float, 0, below=LARGEST_FLOAT, meaning="The largest norm of the gradient; 0 for no limit."
+    ),
+    "optimizer.qk_clip": Field(
+        float,
+        0,
+        below=LARGEST_FLOAT,
+        default=0.0,
+        meaning="The largest attention score, such as 100, that changes no kernel of queries and "
+        "keys after an update (QK-clip); 0 for no bound.",
     ),
     "schedule.name": Field(
         str,

@@ -15,9 +15,9 @@ import flax.linen as nn
 import jax
 import ml_collections
 import numpy as np
-import optax
 
 from manualpar.core.model.loss_function import LossFn
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized
@@ -82,7 +82,7 @@ class Task(Summarized):
     tokens_per_example: int = 0
     derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means
     sample: Callable[[TrainState, jax.Array], str] | None = None
-    optimizer: optax.GradientTransformation | None = None
+    optimizer: Optimizer | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     hooks: Sequence[Any] = ()
     init_from: Any = None

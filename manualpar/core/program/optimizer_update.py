@@ -16,7 +16,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,15 @@ from manualpar.core.parameters.placement import (
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
 from manualpar.core.summary import Summarized, leaf_types
 from manualpar.core.tracing.scopes import OPTIMIZER_SCOPE
-from manualpar.core.trees import Grads, OptState, Params, Placements
+from manualpar.core.trees import Grads, Infos, OptState, Params, Placements
 
-_REFUSED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+# An optimizer, or a function that makes it from the tree of the parameters' `ParameterInfo`s.
+Optimizer: TypeAlias = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+
+# Python's words, and those of the line search of L-BFGS.
+_REFUSED = re.compile(
+    r"(?:got an unexpected keyword argument |not consumed by `value_fn`: \[)'(\w+)'"
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -64,15 +70,18 @@ class Update(Summarized):
         opt_state: OptState,
         value: jax.Array,
         value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
+        collections: Any = None,
         is_applied: jax.Array | None = None,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Updates the parameters.
 
         Args:
-          tx: The optimizer. It gets optax's extra arguments if it accepts them: `value`, `grad`,
-            and `value_fn`, a differentiable function of parameters that evaluates the same batch.
+          tx: The optimizer. It gets extra arguments if it accepts them: optax's `value`, `grad`,
+            and `value_fn`, a differentiable function of parameters that evaluates the same batch;
+            and `collections`.
           grads: The global gradients, in the specs of the optimizer's state.
           value: The global loss, `[]`.
+          collections: The model's collections after the step, such as `batch_stats`.
           value_and_grad: Computes the loss and the gradients at other parameters; both have the
             specs of `params` and `grads`.
           is_applied: `bool[]`, the same on all devices. If it is false, parameters and state are
@@ -96,6 +105,8 @@ class Update(Summarized):
 
             value_fn = _with_gradient(evaluate)
             offered = {"value": value, "grad": grads, "value_fn": value_fn}
+            if collections:
+                offered["collections"] = collections
             updates, opt_state = _updates(tx, grads, opt_state, params, offered)
             _check_state(before, opt_state)
             with explain_optimizer("adding its updates to the parameters"):
@@ -134,6 +145,21 @@ class Update(Summarized):
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
         """Maps `function(placement, *leaves)` over trees with the structure of the parameters."""
         return map_in_scopes(function, self.placements, *trees)
+
+
+def is_optimizer(tx: Any) -> bool:
+    """Returns whether an object has the two functions of an optimizer of optax."""
+    return hasattr(tx, "init") and hasattr(tx, "update")
+
+
+def optimizer_for(tx: Optimizer, parameters: Infos) -> optax.GradientTransformation:
+    """Returns an optimizer; calls `tx` with the parameters if it is a function that makes one."""
+    made: Any = tx if is_optimizer(tx) or not callable(tx) else tx(parameters)
+    if not is_optimizer(made):
+        raise TypeError(
+            f"tx: the function {tx!r} returned {made!r}, expected an optax.GradientTransformation."
+        )
+    return made
 
 
 def global_norm(tree: Any) -> jax.Array:

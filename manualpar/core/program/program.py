@@ -12,12 +12,13 @@ import abc
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
@@ -59,6 +60,8 @@ from manualpar.core.parameters.placement import (
     ParameterInfo,
     Placement,
     Route,
+    as_parameter,
+    choose_matrices,
     like_params,
     map_padded,
     param_specs,
@@ -70,13 +73,19 @@ from manualpar.core.parameters.placement import (
     with_shardings,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.program.optimizer_update import Update, explain_optimizer
+from manualpar.core.program.optimizer_update import (
+    Optimizer,
+    Update,
+    explain_optimizer,
+    is_optimizer,
+    optimizer_for,
+)
 from manualpar.core.program.state_arrays import Missing, adopt, check_has_devices, init_from, whole
 from manualpar.core.program.step import Rounding, Step
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized, describe_shapes, describe_tree
-from manualpar.core.trees import Batch, Placements, Specs
+from manualpar.core.trees import Batch, Infos, Placements, Specs, path_keys
 
 # -------------------------------------------------------------------------------------------------
 # Makes a program's training state before the first step: its values, padding and shardings.
@@ -98,13 +107,24 @@ class InitialState:
         tx: optax.GradientTransformation,
         placements: Placements,
         rounding: Rounding,
+        place: Callable[[ParameterInfo], Placement],
     ) -> None:
-        placements = model.own(placements)
+        """Decides the layout; `place` places arrays of the optimizer's state that are like none."""
+        placements, replicated = model.own(placements), Placement(())
+        infos = {
+            path_keys(path): info
+            for path, info in jax.tree_util.tree_leaves_with_path(model.own(model.parameters))
+        }
         self._model, self._tx, self._placements, self._rounding = model, tx, placements, rounding
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.unpadded = jax.eval_shape(self._state, model.own_variables, key)
+
+        def place_other(keys: tuple[Any, ...], x: Any) -> Placement:
+            described = as_parameter(infos[keys], x)
+            return replicated if described is None else place(described)
+
         opt_placements = like_params(
-            self.unpadded.opt_state, self.unpadded.params, placements, Placement(())
+            self.unpadded.opt_state, self.unpadded.params, placements, replicated, place_other
         )
         self.opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
         self.padded = jax.eval_shape(self._pad, self.unpadded)
@@ -567,7 +587,7 @@ class Quantization:
 def make_program(
     strategy: Strategy,
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     options: ProgramOptions,
     quantization: Quantization,
@@ -583,7 +603,7 @@ def make_program(
 def _design(
     strategy: Strategy,
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     options: ProgramOptions,
     quantization: Quantization,
@@ -651,7 +671,8 @@ def _design(
     num_minibatches = options["num_minibatches"]
     leaves = trained(traced_model.parameters), trained(placements)
     rounding = quantization.make_rounding(strategy, *leaves, mode=mode, options=options)
-    states = InitialState(traced_model, tx, placements, rounding)
+    tx = optimizer_for(tx, traced_model.own(traced_model.parameters))
+    states = InitialState(traced_model, tx, placements, rounding, place)
     step = Step(
         strategy=strategy,
         model=traced_model,
@@ -703,6 +724,50 @@ def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOp
         eval_step=jitted.jit_eval_step(step.evaluate),
         step=step,
         abstract_others=jitted.abstract_others,
+    )
+
+
+def muon_dims(parameters: Program | Infos, matrices: Sequence[str] = ()) -> Any:
+    """Returns the `muon_weight_dimension_numbers` of `optax.contrib.muon` for a model.
+
+    They say which dims of each parameter are a matrix. The modules that make the parameters know
+    this, also for heads, experts, convolutions and stacked layers, where the number of dims does
+    not tell. A builder such as `manualpar.fsdp` takes a function in place of an optimizer, and
+    calls it with the parameters:
+
+    ```python
+    def tx(parameters):
+        dims = manualpar.muon_dims(parameters)
+        return optax.contrib.muon(0.02, muon_weight_dimension_numbers=dims)
+
+    program = manualpar.fsdp(model, tx, loss_fn, mesh=mesh, batch=batch)
+    ```
+
+    Args:
+      parameters: A program, or the tree with a `ParameterInfo` at each leaf that a builder gives to
+        its argument `tx`.
+      matrices: Globs on the parameters' paths. Parameters that match are matrices, and no others.
+        `"!head/*"` excludes parameters. By default all kernels of layers are matrices, and so are
+        arrays of two dims of modules that do not say which dims are inputs and outputs. Embeddings,
+        heads and routers of this package's models are none, nor are norms and biases.
+
+    Returns:
+      A tree like the parameters: an `optax.contrib.MuonDimensionNumbers` at a matrix, and `None` at
+      a parameter that Muon leaves to Adam.
+
+    Raises:
+      ValueError: A glob matches no parameter, or names a parameter whose dims as a matrix are not
+        known. The message names both.
+
+    Communication:
+      None.
+    """
+    if isinstance(parameters, Program):
+        parameters = parameters.model.own(parameters.model.parameters)
+    chosen = choose_matrices(parameters, matrices)
+    make: Any = optax.contrib.MuonDimensionNumbers
+    return jax.tree.map(
+        lambda info, is_chosen: make(*info.matrix[:2]) if is_chosen else None, parameters, chosen
     )
 
 
@@ -807,12 +872,12 @@ def _check_arguments(
 ) -> None:
     """Refuses arguments of the wrong kind, and a mesh that lacks one of `axes`."""
     loss_form = "a function (params, apply_fn, batch, rng) -> (loss, metrics)"
-    is_optimizer = hasattr(tx, "init") and hasattr(tx, "update")
-    for name, value, expected, fits in (
-        ("tx", tx, "an optax.GradientTransformation", is_optimizer),
+    fits = is_optimizer(tx) or callable(tx)
+    for name, value, expected, is_right in (
+        ("tx", tx, "an optax.GradientTransformation, or a function that makes one", fits),
         ("loss_fn", loss_fn, loss_form, callable(loss_fn)),
         ("mesh", mesh, "a jax.sharding.Mesh, see make_mesh", isinstance(mesh, Mesh | AbstractMesh)),
     ):
-        if not fits:
+        if not is_right:
             raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.")
     check_mesh_has(strategy, mesh, axes)

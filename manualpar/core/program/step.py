@@ -191,6 +191,7 @@ class Step(Summarized):
             opt_state=state.opt_state,
             value=sums.loss,
             value_and_grad=value_and_grad,
+            collections=self.model.own_collections(collections),
             is_applied=is_applied,
         )
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}

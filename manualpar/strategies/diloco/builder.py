@@ -34,6 +34,7 @@ from manualpar.core.model.loss_function import LossFn, Metrics
 from manualpar.core.model.options import PROGRAM_OPTIONS, ProgramOptions, first_sentences
 from manualpar.core.parameters.collectives import CommPolicy, Format, Quantization
 from manualpar.core.parameters.placement import with_shardings
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import JittedSteps, OuterSteps, Program, StepFunction
 from manualpar.core.program.state_arrays import check_alive, is_deleted
 from manualpar.core.state.train_state import TrainState
@@ -326,7 +327,7 @@ def build_diloco(
 
 def diloco(
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     *,
     every: int,
@@ -535,7 +536,7 @@ def _check_steps(program: Program) -> None:
 
 def diloco_of_config(
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     *,
     inner: str,
