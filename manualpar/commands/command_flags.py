@@ -76,6 +76,7 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
                 described = f"{trained.described} on {describe_mesh(trained.program.mesh)}"
                 print(described, file=sys.stderr)
             generator = Generator(trained.program, trained.tokenizer, batch_size=flags.batch_size)
+            generator.stop_tokens |= trained.own.stop_tokens
             work(trained, generator)
     except (UsageError, ConnectionError) as error:
         print_error(error)

@@ -124,7 +124,7 @@ def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
         batch = split[index]
         real = int(batch.mask.sum())
         pairs.append(([int(batch.inputs[0])], batch.labels[:real].tolist()))
-    scores = score_completions(generator, trained.state, pairs)
+    scores = score_completions(generator, trained.state, pairs, packed=True)
     return {"split": "test", **summary(scores, split.num_bytes)}
 
 

@@ -1,11 +1,13 @@
 """Generates answers to prompts: streams one answer to the terminal, or writes many as JSONL."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from manualpar.commands.command_flags import (
     check_lines,
+    is_main,
     model_flags,
     output_line,
     read_lines,
@@ -18,7 +20,7 @@ from manualpar.errors import UsageError
 from manualpar.models.generation.answers import Answer
 from manualpar.models.generation.generator import Generator, Prompt
 from manualpar.system.storage import path_flag
-from manualpar.training.load_run import Trained
+from manualpar.training.load_run import DRAWN, GENERATION_CONFIG, Trained
 
 # The fields that an output line adds to the fields of the prompt's line.
 ADDED = ("text", "ending", "tokens")
@@ -74,7 +76,11 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv[1:])
 
     def work(trained: Trained, generator: Generator) -> None:
-        options = {name: getattr(flags, name) for name in OPTIONS}
+        given = {name: getattr(flags, name) for name in OPTIONS}
+        options = {**trained.own.drawing, **{k: x for k, x in given.items() if x is not None}}
+        if trained.own.described and is_main():
+            said = f"{GENERATION_CONFIG}: {trained.own.described}; flags replace it, as"
+            print(f"{said} --temperature=0 does", file=sys.stderr)
         if flags.prompt is not None and flags.samples > 1:
             raise UsageError(
                 f"--samples={flags.samples} draws several answers at once, expected --prompts, "
@@ -83,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.prompt is None:
             _answer_all(trained, generator, flags, options)
             return
-        prompts = _prompts(trained, flags, [{"prompt": flags.prompt}])
+        prompts = _prompts(trained, generator, flags, [{"prompt": flags.prompt}])
         begin = "" if flags.chat else flags.prompt
         for piece in generator.stream(trained.state, prompts, **options):
             show(begin + piece.text)
@@ -99,7 +105,8 @@ def _answer_all(
     lines = read_lines(flags.prompts)
     added = (*ADDED, "log_probabilities") if flags.log_probabilities else ADDED
     check_lines(f"--prompts={flags.prompts}", lines, texts=(), added=added)
-    answers = generator.generate(trained.state, _prompts(trained, flags, lines), **options)
+    prompts = _prompts(trained, generator, flags, lines)
+    answers = generator.generate(trained.state, prompts, **options)
     asked = [line for line in lines for _ in range(flags.samples)]
     text = "".join(_line(line, answer, added) for line, answer in zip(asked, answers, strict=True))
     if flags.output:
@@ -109,9 +116,15 @@ def _answer_all(
 
 
 def _prompts(
-    trained: Trained, flags: argparse.Namespace, lines: Sequence[dict[str, Any]]
+    trained: Trained,
+    generator: Generator,
+    flags: argparse.Namespace,
+    lines: Sequence[dict[str, Any]],
 ) -> list[Prompt]:
-    """Makes a prompt from each line; converts a chat to tokens with the chat template."""
+    """Makes a prompt from each line; converts a chat to tokens with the chat template.
+
+    The generator then stops at the token with which the template ends a turn.
+    """
     prompts: list[Prompt] = []
     chats = None
     for number, line in enumerate(lines, 1):
@@ -129,6 +142,8 @@ def _prompts(
             prompts.append(chats.prompt(chat))
         except ValueError as error:
             raise UsageError(f"{where}it {error}.") from error
+    if chats:
+        generator.stop_tokens |= chats.end_tokens
     return prompts
 
 
@@ -157,8 +172,10 @@ def _number_flags(
 ) -> None:
     """Adds flags for numbers; each has a name, a type, a default and a meaning."""
     for flag, kind, default, meaning in flags:
-        text = f"{meaning} [default {default:g}]"
-        group.add_argument(flag, type=kind, default=default, help=text)
+        may_be_own = flag.strip("-").replace("-", "_") in DRAWN
+        own = f", or that of the model's {GENERATION_CONFIG}" if may_be_own else ""
+        text = f"{meaning} [default {default:g}{own}]"
+        group.add_argument(flag, type=kind, default=None if may_be_own else default, help=text)
 
 
 def _draw_flags(group: argparse._ArgumentGroup) -> None:

@@ -5,6 +5,7 @@ folder `model` of the workdir, so that training does not need the original direc
 """
 
 import contextlib
+import json
 import resource
 import sys
 import time
@@ -23,7 +24,13 @@ from manualpar.errors import (
     print_error,
 )
 from manualpar.inspect.tables import describe_bytes
-from manualpar.models.pretrained import export_hf, export_peft, load, load_peft
+from manualpar.models.pretrained import (
+    export_hf,
+    export_peft,
+    load,
+    load_peft,
+    read_architecture,
+)
 from manualpar.models.pretrained.export import (
     SHARD_BYTES,
     TEMPLATES,
@@ -36,18 +43,17 @@ from manualpar.system.cluster.agreement import failing_together
 from manualpar.system.reports.help_text import OneSentenceParser
 from manualpar.system.storage import AnyPath, BucketPath, path_flag, user_path, writing
 from manualpar.system.storage.durable_files import check_writable
-from manualpar.system.storage.untrusted import read_file, write_file
+from manualpar.system.storage.untrusted import parse_object, read_file, write_file
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.config import check_config
 from manualpar.training.exit_codes import exit_code
 from manualpar.training.experiment import prepare
-from manualpar.training.imported_model import fill_from_hf
+from manualpar.training.imported_model import MODEL_FOLDER, fill_from_hf
 from manualpar.training.load_run import prepare_saved, restore_saved, saved_config
 from manualpar.training.monitoring.run_files import PLACED_FILES
 from manualpar.training.workdir import FOLDER, check_folder, lock_workdir, open_checkpoints
 
-MODEL_FOLDER = "model"
 IMPORT_USAGE = """Imports a Hugging Face model into a workdir, as a checkpoint to train from.
 
 {program} DIR --workdir=<folder> [--config=fsdp_lm]
@@ -127,6 +133,8 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
         if jax.process_index() == 0:
             small = tokenizer_files(source, "config.model.from_hf", [CONFIG_FILE])
             contents = {name: read_file(path) for name, path in small.items()}
+            if read_architecture(source).is_untied:
+                contents[CONFIG_FILE] = _untied(contents[CONFIG_FILE])
             with writing("import_hf", model_folder):
                 _write_small_files(contents, model_folder)
     config = command.config.copy_and_resolve_references().unlock()
@@ -158,6 +166,15 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
         + (f"--model.adapter={adapter} " if adapter else "")
         + f"--workdir={workdir}"
     )
+
+
+def _untied(config: bytes) -> bytes:
+    """Returns a `config.json` that ties no head, because the folder `model` has no tensors."""
+    fields = parse_object(config)
+    fields["tie_word_embeddings"] = False
+    if isinstance(fields.get("text_config"), dict):
+        fields["text_config"]["tie_word_embeddings"] = False
+    return (json.dumps(fields, indent=2) + "\n").encode()
 
 
 def export_main(argv: Sequence[str]) -> int:

@@ -144,8 +144,16 @@ class Chats:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
         self._added = {token.content for token in added.values()}
+        self._added_ids = frozenset(added)
         # For each template that chats have used, the texts that no message may contain.
         self._refused: dict[ChatTemplate, tuple[str, ...]] = {}
+        # For each template that prompts have used, the token that it writes after an answer.
+        self._ends: dict[ChatTemplate, frozenset[int]] = {}
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens with which the templates of all prompts so far end a turn of the assistant."""
+        return frozenset().union(*self._ends.values())
 
     def prompt(self, chat: Mapping[str, Any]) -> list[int]:
         """Encodes a chat as a prompt, which ends where the assistant begins to write.
@@ -158,8 +166,17 @@ class Chats:
         """
         messages, given, template = self._checked(chat)
         text = template.prompt(messages, given)
+        if template not in self._ends:
+            self._ends[template] = self._end_of_turn(template)
         tokens: list[int] = self._encode(text).ids
         return tokens
+
+    def _end_of_turn(self, template: ChatTemplate) -> frozenset[int]:
+        asked, answered = "asked", "answered"
+        chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        _, found, rest = (template.text(chat) or "").rpartition(answered)
+        first = self._encode(rest.lstrip()).ids[:1] if found else []
+        return frozenset(token for token in first if token in self._added_ids)
 
     def examples(self, chats: Sequence[Mapping[str, Any]]) -> list[np.ndarray | ValueError]:
         """Encodes each chat, see `prompt`, as an example, `uint32[N]`.

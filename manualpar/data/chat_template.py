@@ -106,6 +106,11 @@ class ChatTemplate:
         """Returns whether the template's text contains a name."""
         return name in self._source
 
+    def text(self, messages: Messages) -> str | None:
+        """Renders a chat to a text; returns `None` if the template refuses the chat."""
+        (answer,) = self._answers("text", [(messages, {})])
+        return None if isinstance(answer, ValueError) else answer[0]
+
     def render(self, messages: Messages) -> tuple[str, list[Span]]:
         """Renders a chat; returns its text and the spans that the assistant wrote, in order."""
         return _unwrapped(self.render_all([messages])[0])

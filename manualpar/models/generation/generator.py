@@ -77,7 +77,7 @@ class Generator:
         self.steps, self.tokenizer = CachedSteps(program), tokenizer
         self.batch_size = self._divisible(batch_size)
         if stop_tokens is None:
-            named = [self.steps.model.bos_token]
+            named = [self.steps.bos_token]
             named += [tokenizer.bos_token, tokenizer.end_token] if tokenizer else []
             stop_tokens = [token for token in named if token >= 0]
         self.stop_tokens = frozenset(map(int, stop_tokens))

@@ -503,6 +503,7 @@ def _plan(
         quantization = quantization_of(config)
         config.pop("quantization_config", None)  # Decoded tensors are written.
         config |= dict.fromkeys(config.keys() & {*MORE_LAYERS}, 0)  # They were left out.
+        config |= {"tie_word_embeddings": False} if architecture.is_untied else {}
         if architecture.wrapper:
             config["architectures"] = [FAMILIES[architecture.family].class_name]
         if has_tensors(source):
