@@ -145,8 +145,7 @@ def _completions(
                 f"--completions={flags.completions}, line {number}: expected 'context' and "
                 f"'completion', got {sorted(line)}."
             )
-        completion = trained.tokenizer.encode(line["completion"]).tolist()
-        pairs.append((generator.encode(line["context"]), completion))
+        pairs.append(generator.encode_pair(line["context"], line["completion"]))
     scores = score_completions(generator, trained.state, pairs, max_length=length)
     text = "".join(
         output_line({**line, **score._asdict()}) for line, score in zip(lines, scores, strict=True)

@@ -308,6 +308,14 @@ class ChatTemplates:
         return self._compiled[template]
 
 
+def has_templates(tokenizer: Sequence[pathlib.Path]) -> bool:
+    """Returns whether the files of a tokenizer have a template for chats."""
+    configs = [file for file in tokenizer if file.name == TOKENIZER_CONFIG]
+    return any(file.name == TEMPLATE or file.parent.name == TEMPLATES for file in tokenizer) or any(
+        read_model_object(file, tokenizer[0].parent).get("chat_template") for file in configs
+    )
+
+
 def load_templates(template: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplates:
     """Loads a template from a file, or the templates from the tokenizer's directory.
 

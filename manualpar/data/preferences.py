@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from manualpar.core.state.train_state import Batch
-from manualpar.data.chat import ChatEncoder
+from manualpar.data.chat import ChatEncoder, standard_messages
 from manualpar.data.packing import learned_of, tokens_of
 from manualpar.data.tokenizer import Tokenizer
 
@@ -83,7 +83,8 @@ def _line(pair: Mapping[str, Any], answer: str) -> dict[str, Any]:
     prompt, value = pair.get("prompt", []), pair[answer]
     if isinstance(prompt, list) and isinstance(value, list):
         given = {name: pair[name] for name in OF_TEMPLATE if name in pair}
-        return {**given, "messages": [*prompt, *value]}
+        asked = standard_messages(prompt, "a prompt")
+        return {**given, "messages": asked + standard_messages(value, answer)}
     return {"prompt": prompt, "completion": value}
 
 

@@ -14,6 +14,7 @@ from manualpar.data.dataset import (
     LanguageDataset,
     make_fingerprint,
 )
+from manualpar.data.document_files import BadRows
 from manualpar.data.mixture import mix, parse_mixture
 from manualpar.data.packing import LongExamples
 from manualpar.data.text import load_text
@@ -51,6 +52,8 @@ def load_dataset(
     mixture: Sequence[str] = (),
     template: str = "",
     long_examples: LongExamples = "error",
+    parse_special: bool = False,
+    bad_rows: BadRows = "error",
 ) -> LanguageDataset: ...
 @overload
 def load_dataset(
@@ -66,6 +69,8 @@ def load_dataset(
     mixture: Sequence[str] = (),
     template: str = "",
     long_examples: LongExamples = "error",
+    parse_special: bool = False,
+    bad_rows: BadRows = "error",
 ) -> Dataset: ...
 def load_dataset(
     source: str,
@@ -80,6 +85,8 @@ def load_dataset(
     mixture: Sequence[str] = (),
     template: str = "",
     long_examples: LongExamples = "error",
+    parse_special: bool = False,
+    bad_rows: BadRows = "error",
 ) -> Dataset:
     """Loads the dataset of a source.
 
@@ -106,6 +113,11 @@ def load_dataset(
       long_examples: The treatment of examples of `chat` that are longer than a sequence: `"error"`
         refuses them, `"cut"` cuts them, and `"drop"` leaves them out; see
         `manualpar.data.packing.pack`.
+      parse_special: Whether the text of a special token in a document, such as `</s>`, is read as
+        this token and not as letters. The source `tokens` has what its directory was made with.
+      bad_rows: The treatment of rows of `jsonl`, `parquet`, `arrayrecord` and `chat` that cannot be
+        read: `"error"` refuses the first, and `"skip"` leaves them out, with a warning that has
+        their number.
 
     Raises:
       ValueError: An argument is not allowed, or a file that an argument names is missing or
@@ -130,14 +142,21 @@ def load_dataset(
 
     def load(source: str, path: str, *, field: str, tokenizer: str) -> LanguageDataset:
         if source == "text":
-            encoder = load_tokenizer(tokenizer)
+            encoder = load_tokenizer(tokenizer, parse_special=parse_special)
             return load_text(path, sequence_length=sequence_length, tokenizer=encoder)
         if source == "tokens":
             return load_tokens(
                 path, sequence_length=sequence_length, cache=cache, long_examples=long_examples
             )
         job = make_job(
-            source, path, tokenizer=tokenizer, field=field, held_out=held_out, template=template
+            source,
+            path,
+            tokenizer=tokenizer,
+            field=field,
+            held_out=held_out,
+            template=template,
+            parse_special=parse_special,
+            bad_rows=bad_rows,
         )
         return load_cached(
             job, path, sequence_length=sequence_length, cache=cache, long_examples=long_examples

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from manualpar.core.mesh.compiler_options import OVERLAPS
 from manualpar.core.model.options import PROGRAM_OPTIONS, first_sentences
+from manualpar.data.document_files import BAD_ROWS
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES, load_dataset
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS, Context
@@ -296,6 +297,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
                     ),
                     "template": Field(str, default=""),
                     "long_examples": Field(str, choices=LONG_EXAMPLES, default="error"),
+                    "parse_special": Field(bool, default=False),
+                    "bad_rows": Field(str, choices=BAD_ROWS, default="error"),
                 },
                 first_sentences(load_dataset),
             ).items()

@@ -103,6 +103,8 @@ Fields = TypedDict(
         "data.mixture": tuple[str, ...],
         "data.template": str,
         "data.long_examples": Literal["error", "cut", "drop"],
+        "data.parse_special": bool,
+        "data.bad_rows": Literal["error", "skip"],
         "model.from_hf": str,
         "model.vocab_size": int,
         "model.num_heads": int,

@@ -63,8 +63,8 @@ SPLITS: dict[str, Any] = {
 }
 
 
-# The settings of draws that `generation_config.json` may have, with the defaults of transformers for
-# models that say `do_sample`, and the defaults of other settings that have no counterpart here.
+# The settings of draws that `generation_config.json` may have, with the defaults of transformers
+# for models that say `do_sample`; and other settings, which have no counterpart here.
 DRAWN: Mapping[str, float] = {
     "temperature": 1.0,
     "top_k": 50,

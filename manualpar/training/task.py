@@ -158,6 +158,8 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         mixture=data.mixture,
         template=data.template,
         long_examples=data.long_examples,
+        parse_special=data.parse_special,
+        bad_rows=data.bad_rows,
     )
     assert isinstance(dataset, LanguageDataset)
     tokenizer = dataset.tokenizer

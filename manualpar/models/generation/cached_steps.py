@@ -224,9 +224,7 @@ class CachedSteps:
         packed: bool = False,
     ) -> Scores:
         bos_token = self.bos_token if packed else -1
-        model = dataclasses.replace(
-            self._interface, module=self.model.clone(bos_token=bos_token)
-        )
+        model = dataclasses.replace(self._interface, module=self.model.clone(bos_token=bos_token))
 
         def on_device(params: Any, collections: Any, *batch: jax.Array) -> Scores:
             inputs, labels, marked = batch

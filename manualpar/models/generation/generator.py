@@ -277,6 +277,19 @@ class Generator:
             )
         return list(map(int, tokens))
 
+    def encode_pair(self, context: str, completion: str) -> tuple[list[int], list[int]]:
+        """Encodes a context and its completion as one text; returns the tokens of both.
+
+        A token with letters of both belongs to the completion. The context begins with BOS as the
+        tokenizer requires, and always if it would be empty.
+        """
+        if self.tokenizer is None:
+            raise TypeError("generate: there is no tokenizer, expected a Generator with one.")
+        joined, border = self.tokenizer.encode_joined(context, completion)
+        bos, tokens = [self.tokenizer.bos_token], joined.tolist()
+        begin = bos if self.tokenizer.begins_with_bos or not border else []
+        return begin + tokens[:border], tokens[border:]
+
     def _divisible(self, batch_size: int) -> int:
         if batch_size < 1:
             raise ValueError(f"generate: batch_size is {batch_size}, expected at least 1.")

@@ -108,7 +108,9 @@ def read_architecture(directory: GivenPath) -> Architecture:
     """
     config, where = read_config(directory), str(user_path(directory) / CONFIG_FILE)
     architecture = parse_architecture(config, where=where)
-    if not architecture.flat_fields.get("tied_head") or not (other := _other_head(directory, config)):
+    if not architecture.flat_fields.get("tied_head") or not (
+        other := _other_head(directory, config)
+    ):
         return architecture
     warnings.warn(
         f"{where} ties the head to the embedding, but {other[1]} is not {other[0]}: the model is "
