@@ -19,8 +19,9 @@ from manualpar.data.chat import Chats
 from manualpar.errors import UsageError
 from manualpar.models.generation.answers import Answer
 from manualpar.models.generation.generator import Generator, Prompt
+from manualpar.models.pretrained.export import GENERATION_CONFIG
 from manualpar.system.storage import path_flag
-from manualpar.training.load_run import DRAWN, GENERATION_CONFIG, Trained
+from manualpar.training.load_run import DRAWN, Trained
 
 # The fields that an output line adds to the fields of the prompt's line.
 ADDED = ("text", "ending", "tokens")

@@ -17,6 +17,8 @@ import jax
 
 from manualpar.commands.command_line import TRAINING, CommandLine, run_absl
 from manualpar.commands.results import choose_devices, quiet_absl
+from manualpar.data.packing import PackedSplit
+from manualpar.data.tokenizer import TEMPLATES, Tokenizer
 from manualpar.errors import (
     USAGE_EXIT_CODE,
     UsageError,
@@ -33,7 +35,6 @@ from manualpar.models.pretrained import (
 )
 from manualpar.models.pretrained.export import (
     SHARD_BYTES,
-    TEMPLATES,
     TOKENIZER_FILES,
     tokenizer_files,
 )
@@ -222,6 +223,8 @@ def export_main(argv: Sequence[str]) -> int:
         like, source = flags.like, config.model.get("from_hf", "")
         if like is None and not flags.family and source:
             like = user_path(source) if (user_path(source) / CONFIG_FILE).exists() else None
+        # The tokenizer of the run's data is that of the model, or another one.
+        has_own = like is None or (not flags.like and config.data.tokenizer != source)
         experiment = prepare_saved(config)
         dataset: Any = experiment.task.dataset
         restored = restore_saved(experiment, flags.workdir, report=say)
@@ -237,8 +240,8 @@ def export_main(argv: Sequence[str]) -> int:
             like=like,
             family=flags.family,
             dtype=flags.dtype,
-            # Without `like`, exports the tokenizer of the run's data.
-            tokenizer=next(iter(dataset.tokenizer.files), None) if like is None else None,
+            tokenizer=_own_tokenizer(dataset.tokenizer) if has_own else None,
+            template=config.data.template if _has_chats(dataset.train) else None,
             max_shard_bytes=flags.max_shard_bytes,
         )
         if isinstance(target, BucketPath):
@@ -252,6 +255,16 @@ def export_main(argv: Sequence[str]) -> int:
         )
 
     return _answer(start, work)
+
+
+def _has_chats(split: Any) -> bool:
+    return any(isinstance(part, PackedSplit) for part in getattr(split, "parts", (split,)))
+
+
+def _own_tokenizer(tokenizer: Tokenizer) -> Path | None:
+    """Returns the file of a tokenizer, or the folder of its files; `None` for bytes."""
+    file = next(iter(tokenizer.files), None)
+    return file.parent if file and len(tokenizer.files) > 1 else file
 
 
 def peak_memory() -> int:

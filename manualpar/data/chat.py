@@ -262,6 +262,7 @@ class Chats:
         import tokenizers
 
         self._templates = load_templates(template, tokenizer.files)
+        self.chosen = self._templates.chosen  # The text of the template for chats that name none.
         # Unlike a `FileTokenizer`, this tokenizer encodes the texts of special tokens, which the
         # template writes, as special tokens.
         file = tokenizer.files[0]

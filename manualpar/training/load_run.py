@@ -33,6 +33,7 @@ from manualpar.models.cross_entropy import language_model_loss, mixture_of_exper
 from manualpar.models.generation.drawing import Drawing, make_penalties
 from manualpar.models.pretrained import load_hf, load_peft, lora_of_peft, read_architecture
 from manualpar.models.pretrained.architecture import text_config
+from manualpar.models.pretrained.export import GENERATION_CONFIG
 from manualpar.models.pretrained.tensor_files import CONFIG_FILE, model_directory
 from manualpar.parameter_average import ema_params
 from manualpar.strategies import FSDP, strategy_kinds
@@ -89,7 +90,6 @@ WITHOUT_COUNTERPART: Mapping[str, Any] = {
         )
     ),
 }
-GENERATION_CONFIG = "generation_config.json"
 
 
 class OwnSettings(NamedTuple):

@@ -581,8 +581,8 @@ def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Writes fields as the config of a family; leaves out fields without a key in the family."""
     family = FAMILIES[name]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": name}
-    # Without this key some classes of transformers assume a token of their published models.
-    config["pad_token_id"] = None
+    # Without these keys classes of transformers assume the tokens of their published models.
+    config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config |= {key: fields[field] for key, field in family.keys.items()}
     if family.reciprocal:
         config[family.reciprocal] = _plain(1 / fields[family.keys[family.reciprocal]])
