@@ -51,6 +51,7 @@ BAD_ROWS: tuple[BadRows, ...] = get_args(BadRows)
 ALL_BAD = 1000
 PART_BYTES = 2**24
 ROWS_AT_ONCE = 256
+PIECE_BYTES = 2**16  # The bytes of JSON that are read at once.
 # The dtypes that tokens in an ArrayRecord file may have; the argument `field` names one of them.
 TOKEN_DTYPES = ("<u2", "<i4", "<u4", "<i8")
 Document = bytes | np.ndarray
@@ -306,7 +307,7 @@ def _open_json(path: str) -> Iterator[_Json]:
 
                 stream = stack.enter_context(pyarrow.CompressedInputStream(file, "zstd"))
             raw = _Decompressed(stream, path, MOST_TIMES * size + MAX_BYTES)
-            file = stack.enter_context(io.BufferedReader(raw, 1 << 16))
+            file = stack.enter_context(io.BufferedReader(raw, PIECE_BYTES))
         start = len(BOM) if file.peek(len(BOM)).startswith(BOM) else 0
         file.read(start)
         is_array = file.peek(1).lstrip().startswith(b"[")
@@ -353,7 +354,7 @@ def _items(file: BinaryIO, place: int, path: str) -> Iterator[tuple[int, bytes]]
     depth, is_string, is_done = 0, False, False
     escaped = -1  # The position of a character after a backslash.
     item, begin = bytearray(), place
-    while chunk := file.read(1 << 16):
+    while chunk := file.read(PIECE_BYTES):
         at = kept = 0
         while found := (_IN_STRING if is_string else _OUTSIDE).search(chunk, at):
             at, sign = found.end(), found[0]
@@ -381,7 +382,7 @@ def _items(file: BinaryIO, place: int, path: str) -> Iterator[tuple[int, bytes]]
         place += len(chunk)
         if is_done:
             break
-    if not is_done or item.strip() or file.read(1 << 16).strip():
+    if not is_done or item.strip() or file.read(PIECE_BYTES).strip():
         what = "has text after its array" if is_done else "is cut off before the end of its array"
         raise DamagedDataError(f"{path} {what}, expected a JSON array of objects.")
 

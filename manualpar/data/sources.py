@@ -278,7 +278,7 @@ def load_cached(
             if not (directory / DESCRIPTION).exists():
                 _make(job, directory)
             options: dict[str, Any] = {"sequence_length": sequence_length}
-            options["long_examples"] = long_examples
+            options |= {"long_examples": long_examples, "made_from": path}
             try:
                 return load_tokens(str(directory), **options)
             # Deletes damaged files. A run that has mapped them can still read them.

@@ -29,7 +29,7 @@ from manualpar.system.storage.untrusted import parse_object, read_model_file, re
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # The chat template, and the folder of those with other names than `default`: `NAME.jinja`.
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -282,7 +282,12 @@ def load_tokenizer(path: str, *, parse_special: bool = False) -> Tokenizer:
                 raise refuse(f"has a {TOKENIZER_CONFIG} that {error}") from error
     if not os.path.lexists(file):
         what = f"lacks {TOKENIZER}" if has_config else "is no file"
+        model = place / SENTENCEPIECE if is_directory else file
+        if os.path.lexists(model) and model.suffix == ".model":
+            raise refuse(_only_sentencepiece(model))
         raise refuse(f"{what}; {expected}")
+    if file.suffix == ".model":
+        raise refuse(_only_sentencepiece(file))
     require("`tokenizer`", "tokenizers")
     import tokenizers
 
@@ -335,6 +340,16 @@ def load_tokenizer(path: str, *, parse_special: bool = False) -> Tokenizer:
         fingerprint=digest.hexdigest(),
         files=(file, *files),
         parse_special=parse_special,
+    )
+
+
+def _only_sentencepiece(model: pathlib.Path) -> str:
+    folder = str(model.parent)
+    convert = f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+    return (
+        f"has only {model.name}, the file of SentencePiece; make its {TOKENIZER} once with "
+        "pip install transformers sentencepiece protobuf, and "
+        f'python -c "from transformers import AutoTokenizer; {convert}"'
     )
 
 

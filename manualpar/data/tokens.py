@@ -82,6 +82,7 @@ def load_tokens(
     sequence_length: int,
     cache: str = "",
     long_examples: LongExamples = "error",
+    made_from: str = "",
 ) -> LanguageDataset:
     """Opens a directory of token files; if the documents are examples, packs them.
 
@@ -91,6 +92,7 @@ def load_tokens(
     Args:
       cache: The local folder to which the files of a bucket are copied; "" to copy nothing.
       long_examples: The treatment of examples that are longer than a sequence, see `pack`.
+      made_from: What remarks on the documents name; "" for the directory.
     """
     directory = user_path(path)
     if isinstance(directory, BucketPath) and cache:
@@ -98,7 +100,7 @@ def load_tokens(
         directory = copied_folder(directory, local_path(cache, "`cache`"), setting="`cache`")
     files = read_description(directory, path)
     for remark in files.remarks:
-        warnings.warn(f"{path}: {printable(remark[:MOST_SHOWN])}.", stacklevel=3)
+        warnings.warn(f"{made_from or path}: {printable(remark[:MOST_SHOWN])}.", stacklevel=3)
     named = str(directory) if files.tokenizer else ""
     tokenizer = load_tokenizer(named, parse_special=bool(files.parse_special))
     if (tokenizer.vocab_size, tokenizer.bos_token) != (files.vocab_size, files.bos_token):
