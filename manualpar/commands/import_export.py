@@ -18,6 +18,7 @@ import jax
 from manualpar.commands.command_line import TRAINING, CommandLine, run_absl
 from manualpar.commands.results import choose_devices, quiet_absl
 from manualpar.data.packing import PackedSplit
+from manualpar.data.preferences import PreferencePairs
 from manualpar.data.tokenizer import TEMPLATES, Tokenizer
 from manualpar.errors import (
     USAGE_EXIT_CODE,
@@ -258,7 +259,8 @@ def export_main(argv: Sequence[str]) -> int:
 
 
 def _has_chats(split: Any) -> bool:
-    return any(isinstance(part, PackedSplit) for part in getattr(split, "parts", (split,)))
+    kinds = PackedSplit, PreferencePairs
+    return any(isinstance(part, kinds) for part in getattr(split, "parts", (split,)))
 
 
 def _own_tokenizer(tokenizer: Tokenizer) -> Path | None:

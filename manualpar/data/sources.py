@@ -17,6 +17,7 @@ from manualpar.data.dataset import (
 from manualpar.data.document_files import BadRows
 from manualpar.data.mixture import mix, parse_mixture
 from manualpar.data.packing import LongExamples
+from manualpar.data.preferences import load_preferences
 from manualpar.data.text import load_text
 from manualpar.data.token_job import HELD_OUT, Job, make_job, run_job, token_bar
 from manualpar.data.tokenizer import load_tokenizer
@@ -26,7 +27,7 @@ from manualpar.system.storage import BucketError, local_path, user_cache, waitin
 
 ClassificationSource = Literal["digits", "synthetic"]
 TextSource = Literal["text", "tokens", "jsonl", "parquet", "arrayrecord", "chat"]
-LanguageSource = Literal[TextSource, "mixture"]
+LanguageSource = Literal[TextSource, "mixture", "preferences"]
 TEXT_SOURCES = get_args(TextSource)
 SOURCES = (*get_args(ClassificationSource), *get_args(LanguageSource))
 # The seed for dividing `digits` into splits. It is fixed, so that the splits do not depend on the
@@ -96,7 +97,7 @@ def load_dataset(
       seed: The seed of `synthetic`. The other sources do not use it.
       path: A file, a directory or a glob; "" with `text` for Python's standard library. For
         `tokens` it is a directory. See `find_files` for `text`, and `find_document_files` for
-        `jsonl`, `parquet`, `arrayrecord` and `chat`.
+        `jsonl`, `parquet`, `arrayrecord`, `chat` and `preferences`.
       sequence_length: The number of tokens in a sequence, at least 1.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: For `jsonl` and `parquet`, the field or column with the text. For `arrayrecord`,
@@ -162,6 +163,17 @@ def load_dataset(
             job, path, sequence_length=sequence_length, cache=cache, long_examples=long_examples
         )
 
+    if source == "preferences":
+        return load_preferences(
+            path,
+            sequence_length=sequence_length,
+            tokenizer=tokenizer,
+            template=template,
+            held_out=held_out,
+            long_examples=long_examples,
+            parse_special=parse_special,
+            bad_rows=bad_rows,
+        )
     if source == "mixture":
         entries = parse_mixture(mixture, TEXT_SOURCES)
         return mix(

@@ -282,7 +282,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
             f"data.{name}": field
             for name, field in with_meanings(
                 {
-                    "source": Field(str, choices=(*TEXT_SOURCES, "mixture")),
+                    "source": Field(str, choices=(*TEXT_SOURCES, "mixture", "preferences")),
                     "path": Field(str),
                     "sequence_length": Field(int, 1, below=2**31),
                     "tokenizer": Field(str),
@@ -319,6 +319,14 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         **{f"model.{name}": field for name, field in config_fields(Transformer)},
         "training.label_smoothing": Field(
             float, 0, below=1, meaning=_meaning(Transformer, "label_smoothing")
+        ),
+        "training.preference_beta": Field(
+            float,
+            0,
+            below=LARGEST_FLOAT,
+            default=0.1,
+            meaning="How strongly the model is bound to the reference, above 0, for the source "
+            "preferences.",
         ),
         "training.z_loss": Field(
             float, 0, below=LARGEST_FLOAT, meaning=_meaning(Transformer, "z_loss")
