@@ -699,7 +699,8 @@ def _about_generation(
             own_config = read_object(extras[GENERATION_CONFIG])
         except (OSError, ValueError) as error:
             raise ValueError(f"export_hf: {extras[GENERATION_CONFIG]} {error}.") from error
-    generation = {**own_config, **({} if own_config and not own else _ends(config))}
+    missing = {k: x for k, x in _ends(config).items() if own or own_config.get(k) is None}
+    generation = {**own_config, **missing}
     if generation and generation != own_config:
         texts[GENERATION_CONFIG] = json.dumps(generation, indent=2) + "\n"
         extras.pop(GENERATION_CONFIG, None)
