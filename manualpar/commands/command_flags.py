@@ -5,7 +5,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +14,8 @@ import jax
 from manualpar.commands.command_line import MESH_HELP, parse_mesh
 from manualpar.commands.results import choose_devices, quiet_absl, users_mistakes
 from manualpar.core.mesh.mesh import describe_mesh
+from manualpar.data import load_tokenizer
+from manualpar.data.tokenizer import Tokenizer
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -41,6 +43,11 @@ def model_flags(program: str, usage: str) -> argparse.ArgumentParser:
     which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
     parser.add_argument(
         "--adapter", type=path_flag, help="A directory of peft with LoRA adapters, with --hf."
+    )
+    parser.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="Reads the texts of special tokens, such as </s>, as these tokens.",
     )
     parser.add_argument("--mesh", default="data=-1", help=f"{MESH_HELP} [default %(default)s]")
     parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
@@ -72,6 +79,9 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
                 trained = load_run(flags.workdir, mesh=mesh)
             else:
                 trained = load_directory(flags.hf, mesh=mesh, adapter=flags.adapter)
+            if flags.parse_special and (files := trained.tokenizer.files):
+                named = str(files[0].parent if len(files) > 1 else files[0])
+                trained = trained._replace(tokenizer=load_tokenizer(named, parse_special=True))
             if is_main():
                 described = f"{trained.described} on {describe_mesh(trained.program.mesh)}"
                 print(described, file=sys.stderr)
@@ -142,7 +152,8 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
     try:
         if path == "-":
             return list(_objects(sys.stdin, path))
-        with io.TextIOWrapper(open_for_reading(user_path(path)), encoding="utf-8") as file:
+        # The encoding leaves out a byte order mark.
+        with io.TextIOWrapper(open_for_reading(user_path(path)), encoding="utf-8-sig") as file:
             return list(_objects(file, path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}.") from error
@@ -160,6 +171,19 @@ def _objects(file: TextIO, path: str) -> Iterator[dict[str, Any]]:
             yield parse_object(text, allow_nan=True)
         except ValueError as error:
             raise UsageError(f"{path}, line {number}: it {error}.") from error
+
+
+def warn_of_special(tokenizer: Tokenizer, texts: Iterable[Any], where: str) -> None:
+    """Says on standard error how often texts spell special tokens that are read as letters."""
+    encoded = [text.encode(errors="replace") for text in texts if isinstance(text, str)]
+    found = tokenizer.count_special(encoded)
+    if found and is_main():
+        shown = ", ".join(f"{text!r} {number} times" for text, number in found.most_common(3))
+        print(
+            f"{where} spells special tokens ({shown}), which are read as letters; --parse-special "
+            "reads them as tokens",
+            file=sys.stderr,
+        )
 
 
 def check_lines(

@@ -13,6 +13,7 @@ from manualpar.commands.command_flags import (
     read_lines,
     run_with_model,
     show,
+    warn_of_special,
     write_output,
 )
 from manualpar.data import TokenSplit
@@ -100,6 +101,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--text={path} cannot be read: {error}.") from error
     tokenizer = trained.tokenizer
+    warn_of_special(tokenizer, texts, "--text")
     documents = [tokenizer.encode(text).tolist() for text in texts]
     if not any(documents):
         raise UsageError(f"--text={path} is empty, expected some text.")
@@ -139,6 +141,8 @@ def _completions(
         added=Score._fields,
     )
     pairs = []
+    texts = [line.get(name) for line in lines for name in ("context", "completion")]
+    warn_of_special(trained.tokenizer, texts, "--completions")
     for number, line in enumerate(lines, 1):
         if not {"context", "completion"} <= line.keys():
             raise UsageError(

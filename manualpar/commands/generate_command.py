@@ -13,6 +13,7 @@ from manualpar.commands.command_flags import (
     read_lines,
     run_with_model,
     show,
+    warn_of_special,
     write_output,
 )
 from manualpar.data.chat import Chats
@@ -128,6 +129,8 @@ def _prompts(
     """
     prompts: list[Prompt] = []
     chats = None
+    plain = [line.get("prompt") for line in lines if not flags.chat]
+    warn_of_special(trained.tokenizer, plain, "--prompts" if flags.prompts else "--prompt")
     for number, line in enumerate(lines, 1):
         where = f"--prompts={flags.prompts}, line {number}: " if flags.prompts else "--prompt: "
         if not {"prompt", "messages"} & line.keys():

@@ -179,11 +179,8 @@ Tokenizer = ByteTokenizer | FileTokenizer
 def frame_document(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
     """Puts BOS before the tokens of a document, and the end token after them unless it is BOS.
 
-    Neither is doubled if the document has it already.
-
-    Raises:
-      ValueError: With `parse_special` the document has a BOS in its middle, and it is not BOS that
-        ends documents: attention would end there.
+    Neither is doubled if the document has it already. With `parse_special` a BOS in the middle is
+    refused if it is not BOS that ends documents, because attention would end there.
     """
     bos, end = tokenizer.bos_token, tokenizer.end_token
     tokens = tokens[1:] if tokens[:1].tolist() == [bos] else tokens
@@ -230,7 +227,8 @@ class Notes:
         said = []
         if self.skipped:
             also = f" (and {self.skipped - len(self.first)} more)" if self.skipped > FEW else ""
-            said.append(f"skipped {self.skipped} bad rows: {' '.join(self.first)}{also}")
+            shown = " ".join(self.first).rstrip(".")
+            said.append(f"skipped {self.skipped} bad rows: {shown}{also}")
         if self.spelt:
             number = sum(self.spelt.values())
             shown = ", ".join(f"{text!r} {n} times" for text, n in self.spelt.most_common(FEW))

@@ -23,6 +23,9 @@ class Fake:
     def encode(self, text):
         return np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)
 
+    def count_special(self, documents):
+        return {}
+
     def encode_pair(self, context, completion):
         return self.encode(context), self.encode(completion)
 
