@@ -266,7 +266,7 @@ def _drawing(fields: Mapping[str, Any], where: str) -> dict[str, float]:
     found = {**DRAWN, **found} if is_drawn else found
     if not is_drawn:
         found.pop("temperature", None)
-    drawn = {name: x for name, x in found.items() if name != "repetition_penalty"}
+    drawn: dict[str, Any] = {name: x for name, x in found.items() if name != "repetition_penalty"}
     try:
         Drawing(**drawn).as_arrays()
         make_penalties(1, found.get("repetition_penalty", 1.0), 0.0, 0.0, None)
