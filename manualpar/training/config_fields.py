@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from manualpar.core.mesh.compiler_options import OVERLAPS
 from manualpar.core.model.options import PROGRAM_OPTIONS, first_sentences
+from manualpar.data.document_files import BAD_ROWS
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES, load_dataset
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS, Context
@@ -297,7 +298,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
             f"data.{name}": field
             for name, field in with_meanings(
                 {
-                    "source": Field(str, choices=(*TEXT_SOURCES, "mixture")),
+                    "source": Field(str, choices=(*TEXT_SOURCES, "mixture", "preferences")),
                     "path": Field(str),
                     "sequence_length": Field(int, 1, below=2**31),
                     "tokenizer": Field(str),
@@ -312,6 +313,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
                     ),
                     "template": Field(str, default=""),
                     "long_examples": Field(str, choices=LONG_EXAMPLES, default="error"),
+                    "parse_special": Field(bool, default=False),
+                    "bad_rows": Field(str, choices=BAD_ROWS, default="error"),
                 },
                 first_sentences(load_dataset),
             ).items()
@@ -332,6 +335,14 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         **{f"model.{name}": field for name, field in config_fields(Transformer)},
         "training.label_smoothing": Field(
             float, 0, below=1, meaning=_meaning(Transformer, "label_smoothing")
+        ),
+        "training.preference_beta": Field(
+            float,
+            0,
+            below=LARGEST_FLOAT,
+            default=0.1,
+            meaning="How strongly the model is bound to the reference, above 0, for the source "
+            "preferences.",
         ),
         "training.z_loss": Field(
             float, 0, below=LARGEST_FLOAT, meaning=_meaning(Transformer, "z_loss")
