@@ -598,8 +598,10 @@ def matrix_functions(program: Program) -> MatrixFunctions | None:
       The functions that run on whole matrices, and the parameters whose update is left to XLA;
       `None` if XLA writes all collectives of the update.
     """
+    if program.outer is not None:
+        program = program.outer.inner
     update, state = program.step.update, program.unpadded_state
-    if program.outer is not None or not update.divides_matrices:
+    if not update.mode.writes_collectives:
         return None
     params, _ = partition(program.placements, state.params)
     return update.matrix_functions(state.tx, params, state.opt_state)
@@ -661,9 +663,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
         )
     if program.outer is not None:
         program = program.outer.inner
-        of_update: tuple[Collective, ...] = ()
-    else:
-        of_update = tuple(matrix_collectives(program))
+    of_update = tuple(matrix_collectives(program))
     if program.pipeline is None:
         m, strategy = program.num_minibatches, program.strategy
         pairs = [(pair, strategy.sends(m, pair[1].keep)) for pair in program.parameters]

@@ -131,7 +131,7 @@ class Update(Summarized):
         def update(grads: Grads, state: Any, params: Params) -> tuple[Any, Any]:
             return _updates(tx, grads, state, params, {**offered, "grad": grads})
 
-        if not self.divides_matrices:
+        if not self.mode.writes_collectives:
             return update(*args)
         closed, out = jax.make_jaxpr(update, return_shape=True)(*args)
         functions = self._search(closed, args) if has_matrices(closed.jaxpr) else None
@@ -139,14 +139,6 @@ class Update(Summarized):
             return update(*args)
         flat = functions.run(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), flat)
-
-    @property
-    def divides_matrices(self) -> bool:
-        """Whether matrix functions run on whole matrices, and not as XLA divides them.
-
-        Replicas that train separately leave them to XLA.
-        """
-        return self.mode.writes_collectives and not self.mode.outer_axes
 
     def matrix_functions(
         self, tx: optax.GradientTransformation, params: Params, opt_state: OptState
@@ -178,7 +170,7 @@ class Update(Summarized):
         index = jax.tree.unflatten(tree, range(len(leaves)))
         owners = jax.tree.leaves((index, like_params(state, params, index, -1), index))
         of = [owner if owner >= 0 else None for owner in owners]
-        return MatrixFunctions(closed, of, parameters, self.mode.mesh)
+        return MatrixFunctions(closed, of, parameters, self.mode)
 
     def _shard(self, place: Placement, x: jax.Array) -> jax.Array:
         """Slices a replicated parameter like its optimizer state, and removes padding."""

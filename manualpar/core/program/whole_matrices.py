@@ -40,6 +40,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, names_to_spec
+from manualpar.core.modes.mode import Mode
 from manualpar.core.parameters.collectives import cast_to_varying, gather_invariant
 from manualpar.core.parameters.placement import Placement
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
@@ -364,7 +365,7 @@ class MatrixFunctions:
         closed: ClosedJaxpr,
         owners: Sequence[int | None],
         parameters: Sequence[MatrixParameter],
-        mesh: Any,
+        mode: Mode,
     ) -> None:
         """Searches a traced update.
 
@@ -373,7 +374,7 @@ class MatrixFunctions:
           owners: For each argument the index of its parameter, if it has the parameter's shape.
         """
         closed = without_calls(closed)
-        self.closed, self.parameters, self.mesh = closed, parameters, mesh
+        self.closed, self.parameters, self.mode = closed, parameters, mode
         self.left: dict[str, str] = {}
         self._flow = _Flow(closed.jaxpr, owners)
         # The branches of a `cond` on several parameters (`optax.MultiSteps`), by equation.
@@ -431,7 +432,7 @@ class MatrixFunctions:
             None if isinstance(v, Literal) else flow.owner.get(v, flow.number_of.get(v))
             for v in eqn.invars[1:]
         ]
-        given = self.parameters, self.mesh
+        given = self.parameters, self.mode
         branches = [MatrixFunctions(each, owners, *given) for each in eqn.params["branches"]]
         for branch in branches:
             self.left.update(branch.left)
@@ -471,7 +472,9 @@ class MatrixFunctions:
                 if any(flow.owners_of_all(flow.eqns[i]) - {owner} for i in indices):
                     raise NotUnderstoodError("it needs values of other parameters")
                 if not any(_has_matrix(flow.eqns[i]) for i in indices):
-                    if any(axes_size(self.mesh, axis_tuple(name)) > 1 for name in parameter.names):
+                    if any(
+                        axes_size(self.mode.mesh, axis_tuple(name)) > 1 for name in parameter.names
+                    ):
                         raise NotUnderstoodError("it mixes entries without a product of matrices")
                     continue  # Each device has all entries.
                 functions.append(MatrixFunction(parameter, sorted(indices), flow, known))
@@ -499,12 +502,12 @@ class MatrixFunctions:
 
     def _describe(self, group: list[MatrixFunction]) -> MatrixGroup:
         """Decides how a group is exchanged."""
-        first, mesh = group[0], self.mesh
+        first, mesh = group[0], self.mode.mesh
         its = first.parameter
         padding = its.padding or (0,) * len(its.shape)
         sharded = [(i, axis_tuple(its.names[d])) for i, d in enumerate(first.core_dims)]
         exchanged = tuple((i, axes) for i, axes in sharded if axes_size(mesh, axes) > 1)
-        used = {axis for name in its.names for axis in axis_tuple(name)}
+        used = {axis for name in its.names for axis in axis_tuple(name)} | {*self.mode.outer_axes}
         count = sum(_matrices_on_device(function, mesh) for function in group)
         owners = math.prod(axes_size(mesh, axes) for _, axes in exchanged)
         copies: tuple[str, ...] = ()
@@ -615,16 +618,13 @@ class MatrixFunctions:
             ]
 
         with jax.named_scope(MATRICES_SCOPE):
-            outs = jax.shard_map(
-                on_device,
-                mesh=self.mesh,
-                in_specs=(
-                    [PartitionSpec()] * len(shared),
-                    [[spec] * len(first.inputs) for spec in specs],
-                ),
-                out_specs=[[spec] * len(first.outputs) for spec in specs],
-                check_vma=True,
-            )(shared, padded)
+            in_specs = (
+                [PartitionSpec()] * len(shared),
+                [[spec] * len(first.inputs) for spec in specs],
+            )
+            out_specs = [[spec] * len(first.outputs) for spec in specs]
+            run = self.mode.run(on_device, in_specs=in_specs, out_specs=out_specs)
+            outs = run(shared, padded)
         for function, mine in zip(group, outs, strict=True):
             for v, y in zip(function.outputs, mine, strict=True):
                 yield v, unpad_leaf(y, function.parameter.padding)
