@@ -1,9 +1,9 @@
 """Measures what Muon's update costs on whole matrices, and what it costs if XLA divides it.
 
-    python -m benchmarks.matrix_optimizers                       # every layout, on simulated devices
-    python -m benchmarks.matrix_optimizers --chip h100:8         # XLA's GPU compiler, without a GPU
-    python -m benchmarks.matrix_optimizers --growth 8 64 512     # bytes on more devices, traced
-    python -m benchmarks.matrix_optimizers --losses 200          # Muon and AdamW, on 1 and 8 devices
+    python -m benchmarks.matrix_optimizers                     # every layout, simulated devices
+    python -m benchmarks.matrix_optimizers --chip h100:8       # XLA's GPU compiler, without a GPU
+    python -m benchmarks.matrix_optimizers --growth 8 64 512   # bytes on more devices, traced
+    python -m benchmarks.matrix_optimizers --losses 200        # Muon and AdamW, on 1 and 8 devices
 
 The model is a language model of 8 scanned layers of 512 with 128 MiB of matrices. Each step is
 compiled with AdamW, with Muon as XLA divides it, and with Muon on whole matrices. `update` is the
@@ -212,14 +212,14 @@ xla_muon_step = functools.partial(step_on_chip, optimizer="muon by XLA")
 
 def chip_rows(chip: str) -> list[str]:
     """Compiles the FSDP step for GPUs that are not here; returns a table."""
-    from manualpar.inspect import parse_compiled, total_bytes
+    from manualpar.inspect import compiled_collectives, total_bytes
     from manualpar.plans.compiler_process import run_compiler
     from manualpar.plans.gpu_compiler import GPU
 
     costs = {}
     for name, step in zip(OPTIMIZERS, ("adamw", "xla_muon", "muon"), strict=True):
         done = run_compiler(GPU, f"benchmarks.matrix_optimizers:{step}_step", chip)
-        sent = float(total_bytes(parse_compiled(done.text)))
+        sent = float(total_bytes(compiled_collectives(done.text)))
         costs[name] = sent, done.facts["memory"]["temporaries"]
         print(name, f"{sent / MIB:,.1f}", flush=True)
     rows = [

@@ -168,18 +168,21 @@ class SliceWalk:
             return self._elementwise(eqn, labels, args)
         if name == "broadcast_in_dim":
             return [self._broadcast(eqn, labels[0], args)]
-        if not any(map(_has_batch, labels)):  # The same for all slices.
-            outs = zip(eqn.outvars, bind(eqn, args), strict=True)
-            return [(((),) * len(v.aval.shape), x) for v, x in outs]
         rules: dict[str, Callable[..., Any]] = {
-            **dict.fromkeys(REDUCTIONS, self._reduce),
-            **dict.fromkeys(DECOMPOSITIONS, self._decompose),
-            "concatenate": self._concatenate,
-            "dot_general": self._multiply,
             "reshape": self._reshape,
             "squeeze": self._squeeze,
             "transpose": self._transpose,
         }
+        if any(map(_has_batch, labels)):
+            rules |= {
+                **dict.fromkeys(REDUCTIONS, self._reduce),
+                **dict.fromkeys(DECOMPOSITIONS, self._decompose),
+                "concatenate": self._concatenate,
+                "dot_general": self._multiply,
+            }
+        elif name not in rules:  # The same for all slices.
+            outs = zip(eqn.outvars, bind(eqn, args), strict=True)
+            return [(((),) * len(v.aval.shape), x) for v, x in outs]
         if name not in rules:
             raise NotUnderstoodError(f"{name} is not understood")
         found: list[tuple[Labels, Any]] = rules[name](eqn, labels, args)
