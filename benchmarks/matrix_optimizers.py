@@ -292,5 +292,40 @@ def loss_rows(steps: int) -> list[str]:
     return table(["optimizer", "devices", *(f"step {step}" for step in shown)], rows)
 
 
+# A picture of the exchange, for the page about Muon.
+
+
+def draw_exchange(path: Path) -> None:
+    """Draws how four devices exchange parts of eight matrices for whole matrices, and back."""
+    from matplotlib.patches import Rectangle
+
+    from manualpar.system.reports.pictures import PURPOSE_COLORS, saved_figure
+
+    devices, matrices = 4, 8
+    colors = [PURPOSE_COLORS[name] for name in list(PURPOSE_COLORS)[:matrices]]
+    names = ["momentum, in parts", "whole matrices of each owner", "updates, in parts"]
+    with saved_figure(path, (9.0, 3.2), title="Two all-to-alls around a matrix function") as figure:
+        axes = figure.add_subplot()
+        for column, name in enumerate(names):
+            left = 14 * column
+            axes.text(left + 4, 4.45, name, ha="center")
+            for device in range(devices):
+                bottom, is_whole = devices - 1 - device, column == 1
+                axes.text(left - 0.3, bottom + 0.4, f"device {device}", ha="right", va="center")
+                for matrix in range(matrices):
+                    if is_whole and matrix // (matrices // devices) != device:
+                        continue
+                    start = left + (matrix % 2) * 4 if is_whole else left + matrix
+                    width = 3.8 if is_whole else 0.8
+                    axes.add_patch(Rectangle((start, bottom), width, 0.8, color=colors[matrix]))
+        for column, label in enumerate(["all-to-all", "all-to-all"]):
+            start = 14 * column + 8.2
+            axes.annotate("", (start + 2.6, 2), (start, 2), arrowprops={"arrowstyle": "->"})
+            axes.text(start + 1.3, 2.2, label, ha="center", fontsize=8)
+        axes.text(18, -0.6, "the matrix function runs here", ha="center", fontsize=8)
+        axes.set(xlim=(-4, 37), ylim=(-0.9, 5))
+        axes.axis("off")
+
+
 if __name__ == "__main__":
     main()
