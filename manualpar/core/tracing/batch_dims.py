@@ -219,7 +219,10 @@ class SliceWalk:
             elif label[dim]:
                 raise NotUnderstoodError("a batch is repeated")
         found = tuple(out)
-        return found, bind(eqn, args, shape=self._one(found, new))[0]
+        shape = self._one(found, new)
+        if args and _wide(shape) == _wide(jnp.shape(args[0])):  # Only dims of size 1 are new.
+            return found, self._resize(args[0], shape)
+        return found, bind(eqn, args, shape=shape)[0]
 
     def _transpose(self, eqn: Any, labels: list[Labels], args: list[Any]) -> Any:
         permutation = eqn.params["permutation"]
@@ -333,9 +336,10 @@ class SliceWalk:
             size, joined = 1, list[int | None]()
             while left and (size < n or (left[0][0] == 1 and n == 1 and not joined)):
                 part, of = left.pop(0)
-                if n % (size * part) and of is None and part % (n // size) == 0:
-                    left.insert(0, (part * size // n, None))  # The rest of a dim that is split.
-                    part = n // size
+                rest, uneven = divmod(n, size)
+                if of is None and not uneven and rest < part and part % rest == 0:
+                    left.insert(0, (part // rest, None))  # The rest of a dim that is split.
+                    part = rest
                 size, joined = size * part, [*joined, of]
             if size != n or (None in joined and any(of is not None for of in joined)):
                 raise NotUnderstoodError("a reshape joins a batch with another dim")
