@@ -15,6 +15,7 @@ import pytest
 from manualpar import Batch, data_parallel, diloco, fsdp, hsdp, make_mesh, zero
 from manualpar.core.tracing.scopes import MATRICES_SCOPE
 from manualpar.inspect import bytes_by_axes, ledger, of_parameters, step_bytes
+from manualpar.inspect.budgets import check_budget, parse_budgets
 from manualpar.inspect.expected_bytes import matrix_functions
 from manualpar.models import Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
@@ -274,6 +275,25 @@ def test_an_owner_has_the_bytes_and_the_work_of_the_closed_form(devices8):
     sent = bytes_by_axes(of_parameters(found.collectives))
     closed = step_bytes(program)
     assert sent["data",] <= closed["data",] <= 2 * sent["data",]
+
+
+# The limits of a step of `Mixed` by FSDP on eight devices, as `budget_text` writes them.
+BUDGET = """
+[muon]
+devices = 8
+bytes = 19_544
+collectives = 25
+flops = 301_248
+[muon.purposes]
+whole_matrices = {bytes = 6_048, collectives = 8}
+"""
+
+
+def test_a_step_keeps_its_budget(devices8):
+    del devices8
+    found = ledger(build("fsdp", muon())).to_json()
+    verdict = check_budget(parse_budgets(BUDGET, "here")["muon"], found, "here")
+    assert verdict == ((), (), ())
 
 
 def exchanged(collectives):
