@@ -241,7 +241,7 @@ def growth_rows(sizes: Sequence[int]) -> list[str]:
 
     rows = []
     for size in sizes:
-        program = build("fsdp", "muon", abstract_mesh({"data": size}), rows=size)
+        program = build("fsdp", "muon", abstract_mesh({"data": size}, size), rows=size)
         found = ledger(program)
         closed = float(sum(x.bytes_sent for x in matrix_collectives(program)))
         traced = float(found.bytes_by_purpose()[MATRICES_SCOPE])

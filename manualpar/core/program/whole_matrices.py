@@ -189,7 +189,7 @@ class MatrixFunction:
         self, parameter: MatrixParameter, indices: list[int], update: "_Flow", known: dict[str, Any]
     ) -> None:
         self.parameter, self.indices = parameter, indices
-        eqns = [update.eqns[i] for i in indices]
+        eqns: list[Any] = [update.eqns[i] for i in indices]
         made = {v for eqn in eqns for v in eqn.outvars}
         read = dict.fromkeys(v for eqn in eqns for v in _operands(eqn) if v not in made)
         owned = [v for v in read if v in update.owner]
@@ -306,7 +306,8 @@ class _Flow:
     """
 
     def __init__(self, jaxpr: Jaxpr, owners: Sequence[int | None]) -> None:
-        self.jaxpr, self.eqns = jaxpr, jaxpr.eqns
+        self.jaxpr = jaxpr
+        self.eqns: list[Any] = list(jaxpr.eqns)
         self.owner: dict[Any, int] = {}
         self.number_of: dict[Any, int] = {}
         self.users: defaultdict[Any, list[int]] = defaultdict(list)
