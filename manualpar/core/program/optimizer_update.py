@@ -145,9 +145,7 @@ class Update(Summarized):
     ) -> MatrixFunctions:
         """Finds the matrix functions of an optimizer, without a step.
 
-        Args:
-          params: The trained parameters, as shapes without padding.
-          opt_state: The optimizer's state likewise.
+        Parameters (the trained ones) and state are shapes without padding.
         """
         zeros = _with_gradient(lambda params: (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)))
 
