@@ -54,7 +54,7 @@ input and each result of the function
 
     an all-to-all over each of these axes                           M s / n (n_i - 1) / n_i
 
-`M` counts the matrices of which a device has a part, and the zeros that make `M` a multiple of `n`.
+`M` counts the matrices of which a device has a part, and repeats that make `M` a multiple of `n`.
 If `C` devices with the same parts divide the matrices, `M` is a multiple of `n C`, an all-to-all
 sends `1 / C` of this, and an all-gather of each result sends `M s / n (C - 1) / C`.
 

