@@ -666,12 +666,14 @@ def _map_matrices(function: MatrixFunction, shared: list[Any], stacks: list[Any]
 
 def _to_owners(plan: MatrixGroup, x: jax.Array) -> jax.Array:
     """Exchanges parts of all matrices for whole matrices: `[M, D/N, F]` to `[M/N, D, F]`."""
-    # Repeats matrices to fill the stack. XLA breaks an all-to-all that has zeros as an operand.
+    # Repeats matrices to fill the stack.
     x = jnp.concatenate([x] * math.ceil(plan.padded / plan.matrices))[: plan.padded]
     if plan.copies:
         x = cast_to_varying(x, plan.copies)
         mine = plan.padded // jax.lax.axis_size(plan.copies)
         x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(plan.copies) * mine, mine)
+    # XLA:CPU refuses an all-to-all of arrays with different layouts, such as a transposed one.
+    x = jax.lax.optimization_barrier(x)
     for dim, axes in plan.exchanged:
         x = jax.lax.all_to_all(x, axes, 0, dim + 1, tiled=True)
     return x
