@@ -52,6 +52,8 @@ def field_cases(folder: Path) -> Iterator[Case]:
     for number, (name, field) in enumerate(fields.items()):
         base = "fsdp" if name in FIELDS or name in MODEL_FIELDS["classifier"] else "fsdp_lm"
         for index, value in enumerate([*WRONG[field.kind], *_out_of_range(field)]):
+            if value == {} == field.default:
+                continue
             path = folder / f"field_{number}_{index}.py"
             path.write_text(_config_text(base, name, value))
             # Without a valid model name the model's fields are unknown, so any may be named.
@@ -76,12 +78,18 @@ def _config_text(base: str, name: str, value: Any) -> str:
     """Returns the text of a config file that changes one field of the config `base`."""
     *groups, last = name.split(".")
     return f"""from configs import {base}
+from ml_collections import ConfigDict
 from math import inf, nan
 
 def get_config():
     config = {base}.get_config()
     with config.unlocked(), config.ignore_type():
-        config{"".join(f"[{group!r}]" for group in groups)}[{last!r}] = {value!r}
+        group = config
+        for name in {groups!r}:
+            if name not in group:
+                group[name] = ConfigDict()
+            group = group[name]
+        group[{last!r}] = {value!r}
     return config
 """
 

@@ -239,7 +239,7 @@ def _token_folder_cases(folder: Path) -> Iterator[Case]:
             name,
             "--config.data.source=tokens",
             f"--config.data.path={path}",
-            names="config.data.",
+            names=".bin has token 365" if "vocabulary" in name else "config.data.",
         )
     for name in ("good.txt", "nothing", "text", ""):
         where = str(folder / name) if name else ""
@@ -301,7 +301,9 @@ def _other_command_cases(folder: Path) -> Iterator[Case]:
         "foo",
         "--config.model.num_layers=1000000",
     ):
-        names = {"foo": "foo"}.get(argument, argument.split("=")[0].lstrip("-"))
+        names = {"foo": "foo", "--workdir=/etc/passwd": "--output=/etc/passwd"}.get(
+            argument, argument.split("=")[0].lstrip("-")
+        )
         yield Case("plan", argument, "experiments.plan", (lm, argument), names)
     for argument in (
         "--devices=0",
@@ -313,7 +315,7 @@ def _other_command_cases(folder: Path) -> Iterator[Case]:
         f"--against={folder / 'ledger.json'}",
         "--budget=/nope",
         f"--budget={folder / 'budget.toml'}",
-        "--write_budget",
+        "--write-budget",
         "--output=/etc/passwd",
         "--outptu=x",
         "foo",
@@ -339,7 +341,7 @@ def _other_command_cases(folder: Path) -> Iterator[Case]:
         "--config.data.batch_size=4294967296",
         "--config.model.hidden_size=99999999999",
     ):
-        names = argument.split("=")[0].lstrip("-")
+        names = argument.replace("workdir", "output").split("=")[0].lstrip("-")
         yield Case("compare", argument, "experiments.compare", (compare, argument), names)
     one = ["--processes=1", "--", "true"]
     for arguments, names in (
@@ -387,7 +389,7 @@ def _other_command_cases(folder: Path) -> Iterator[Case]:
         )
     (folder / "binary.md").write_bytes(b"\xff\xfe")
     for arguments, names in (
-        ([], "page"),
+        ([], "PAGE"),
         (["/nope.md"], "/nope.md"),
         (["page.md", "--chekc"], "--chekc"),
         ([str(folder)], str(folder)),

@@ -19,10 +19,10 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +36,7 @@ WALL_SECONDS = 300  # Generous, because the machine may be busy.
 RESIDENT_BYTES = 2**30
 ADDRESS_BYTES = 2**35  # Most of this is only reserved, by simulated devices and their threads.
 ALLOWED_CODES = (2, 6)
+FORKING = threading.Lock()  # filelock refuses a fork while another thread forks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,8 @@ def shortcomings(case: Case, answer: Answer) -> list[str]:
 def ask(case: Case, folder: Path) -> Answer:
     """Runs a case in a fork of this process, which must not have initialised jax's devices."""
     paths = {name: folder / name for name in ("output", "error", "compiled")}
-    pid = os.fork()
+    with FORKING:
+        pid = os.fork()
     if not pid:
         _answer(case, folder, paths)
     deadline = time.monotonic() + WALL_SECONDS
@@ -108,7 +110,7 @@ def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
         count_compilations(paths["compiled"])
         sys.argv = [case.module, *case.arguments]
-        code = _call(_main_of(case.module))
+        code = run_as_main(case.module)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -130,26 +132,16 @@ def count_compilations(path: Path) -> None:
     jax.monitoring.register_event_duration_secs_listener(note)
 
 
-def _main_of(module: str) -> Callable[[], int | None]:
-    """Returns the command's `main`; without one, a function that runs it as `python -m` does."""
-    found = importlib.import_module(module)
-
-    def run() -> None:
-        runpy.run_path(str(found.__file__), run_name="__main__")
-
-    main: Callable[[], int | None] = getattr(found, "main", run)
-    return main
-
-
-def _call(main: Callable[[], int | None]) -> int:
-    """Calls a command; returns the exit code that its process would have."""
+def run_as_main(module: str) -> int:
+    """Runs a module as `python -m` does; returns the exit code that its process would have."""
     try:
-        return main() or 0
+        runpy.run_path(str(importlib.import_module(module).__file__), run_name="__main__")
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
             return 1
         return error.code or 0
+    return 0
 
 
 def main() -> int:

@@ -7,7 +7,6 @@ first code cell installs manualpar from the repository's address if it is missin
 not contain the output that the page shows, because its code prints the output again.
 """
 
-import argparse
 import posixpath
 import re
 import sys
@@ -15,10 +14,14 @@ from pathlib import Path
 
 from docs.repository import file_address, find_repository, replace_links
 from docs.run import ROOT, read_blocks
-from manualpar.errors import require
-from manualpar.system.reports.help_text import OneSentenceParser
+from manualpar.errors import USAGE_EXIT_CODE, print_error, require
+from manualpar.system.reports.flags import Flag, parse_flags
 from manualpar.system.storage.untrusted import read_file
 
+FLAGS = {
+    "page": Flag("A Markdown file.", Path, is_required=True, is_argument=True),
+    "to": Flag("The file to write; by default next to the page.", Path),
+}
 # The extras that the code of a page needs, and packages that no extra installs.
 EXTRAS = {
     "attention": "train",
@@ -127,17 +130,15 @@ def _text_cells(text: str) -> list[dict[str, object]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Writes the notebook of a page; returns the exit code."""
-    parser = OneSentenceParser(prog="python -m docs.notebook", description=__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("page", type=Path, help="a Markdown file")
-    parser.add_argument("--to", type=Path, help="the file to write (default: next to the page)")
-    flags = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(["python -m docs.notebook", *given], __doc__ or "", FLAGS)
     try:
         text = read_file(flags.page, follow_links=True).decode()
         notebook = make_notebook(text, flags.page.stem, find_repository())
         (flags.to or flags.page.with_suffix(".ipynb")).write_text(notebook, encoding="utf-8")
     except (OSError, ValueError) as error:
-        parser.error(f"{flags.page}: {error}")
+        print_error(f"{flags.page}: {error}")
+        return USAGE_EXIT_CODE
     return 0
 
 

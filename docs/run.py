@@ -12,7 +12,6 @@ draw the page's pictures: it writes each to this folder, under the name that the
 page. Pictures in `measured/` are not drawn, because they show finished measurements.
 """
 
-import argparse
 import contextlib
 import difflib
 import io
@@ -27,7 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manualpar.system.reports.help_text import OneSentenceParser
+from manualpar.errors import USAGE_EXIT_CODE, print_error
+from manualpar.system.reports.flags import Flag, parse_flags
 from manualpar.system.storage.untrusted import read_file
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +38,12 @@ _BLOCK = re.compile(
 )
 _DECIMAL = r"\d+\.\d+(?:e[+-]\d+)?"
 _PICTURE = re.compile(r"!\[[^\]]*\]\((pictures/[^)]+)\)")
+
+FLAGS = {
+    "page": Flag("A Markdown file.", Path, is_required=True, is_argument=True),
+    "check": Flag("Fails if the page shows other output.", bool, False),
+    "write": Flag("Puts the output into the page.", bool, False),
+}
 
 
 class Block(NamedTuple):
@@ -134,16 +140,13 @@ def _run(
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a page; returns the exit code, which is 1 if `--check` finds a difference."""
-    parser = OneSentenceParser(prog="python -m docs.run", description=__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("page", type=Path, help="a Markdown file")
-    parser.add_argument("--check", action="store_true", help="fail if the page shows other output")
-    parser.add_argument("--write", action="store_true", help="put the output into the page")
-    flags = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(["python -m docs.run", *given], __doc__ or "", FLAGS)
     try:
         text, failures = read_file(flags.page, follow_links=True).decode(), 0
     except (OSError, ValueError) as error:
-        parser.error(f"{flags.page}: {error}")
+        print_error(f"{flags.page}: {error}")
+        return USAGE_EXIT_CODE
     with tempfile.TemporaryDirectory() as work:
         written = []
         for block, printed in run_blocks(flags.page.resolve(), Path(work)):

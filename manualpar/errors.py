@@ -86,10 +86,11 @@ def suggest(
     """
 
     def likeness(candidate: str) -> float:
-        (group, _, last), (other, _, part) = name.rpartition("."), candidate.rpartition(".")
-        pairs = [(last, part)] + ([(name, candidate)] if group != other else [])
+        (group, _, last), (other, _, part) = given.rpartition("."), candidate.rpartition(".")
+        pairs = [(last, part)] + ([(given, candidate)] if group != other else [])
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
+    given = str(name)  # A key of a user's dict may be a number.
     near = max(sorted(known), key=likeness, default=None)
     if near is None or likeness(near) < NEAR:
         return otherwise

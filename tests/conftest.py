@@ -50,6 +50,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "all of one that is marked `every_case`",
     )
     parser.addoption(
+        "--fresh",
+        type=int,
+        default=4,
+        metavar="N",
+        help="how many programs the test of random programs draws that nobody has drawn before",
+    )
+    parser.addoption(
         "--changed",
         action="store_true",
         help="run only what a change can reach, by imports; see `tests.changed`. All, if nothing "

@@ -1,10 +1,10 @@
 """Parses flags, loads the model, and reads and writes files for `generate` and `evaluate`."""
 
-import argparse
 import io
 import json
 import os
 import sys
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,34 +23,28 @@ from manualpar.errors import (
 from manualpar.models.generation.generator import Generator
 from manualpar.system.cluster import LOST_PROCESS_EXIT_CODE, NotMetError, initialize
 from manualpar.system.cluster.agreement import from_first
-from manualpar.system.reports.help_text import OneSentenceParser
-from manualpar.system.storage import AnyPath, open_for_reading, path_flag, user_path
+from manualpar.system.reports.flags import Flag, check_one_of
+from manualpar.system.storage import AnyPath, open_for_reading, user_path
 from manualpar.system.storage.untrusted import parse_object, write_named_file
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.load_run import Trained, load_directory, load_run
 
-
-def model_flags(program: str, usage: str) -> argparse.ArgumentParser:
-    """Makes a parser with the flags that choose the model and the devices.
-
-    `{program}` in `usage`, the first lines of `--help`, stands for the program's name.
-    """
-    parser = OneSentenceParser(prog=program, description=usage, allow_abbrev=False)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--workdir", type=path_flag, help="The folder of a run with a checkpoint.")
-    which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
-    parser.add_argument(
-        "--adapter", type=path_flag, help="A directory of peft with LoRA adapters, with --hf."
-    )
-    parser.add_argument("--mesh", default="data=-1", help=f"{MESH_HELP} [default %(default)s]")
-    parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
-    parser.add_argument(
-        "--batch-size", type=int, default=32, help="Sequences per batch. [default %(default)s]"
-    )
-    return parser
+MODEL_FLAGS: Mapping[str, Flag] = {
+    "workdir": Flag("The folder of a run with a checkpoint.", Path, in_buckets=True),
+    "hf": Flag("A directory with a Hugging Face model.", Path, in_buckets=True),
+    "adapter": Flag("A directory of peft with LoRA adapters, with --hf.", Path, in_buckets=True),
+    "mesh": Flag(MESH_HELP, default="data=-1"),
+    "devices": Flag("The number of CPU devices to simulate.", int),
+    "batch_size": Flag("Sequences per batch.", int, 32),
+}
 
 
-def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
+def check_model(flags: types.SimpleNamespace) -> None:
+    """Checks that the flags name one model."""
+    check_one_of(flags, "workdir", "hf", is_required=True)
+
+
+def run_with_model(flags: types.SimpleNamespace, work: Callable[[Trained, Generator], None]) -> int:
     """Loads the model that the flags name, and calls `work(trained, generator)` with it.
 
     In a cluster each process must call this function. Returns the exit code.

@@ -1,10 +1,11 @@
 """Parses and runs the command lines of train, compare, inspect and plan: flags and configs.
 
-A command declares its flags in a `Syntax`. `--config` names a Python file with `get_config()`, and
-`--config.<field>=<value>` sets a field, through `ml_collections.config_flags`. If a command has
-several configs, the field is set in all of them. `arguments` describes the short forms. A user's
-mistake raises a `UsageError`: the command prints one sentence and ends with exit code 2. A bug in
-this package is shown with its traceback.
+A command declares its flags in a `Syntax`, and `manualpar.system.reports.flags` parses them.
+`--config` names a Python file with `get_config()`, and `--config.<field>=<value>` sets a field,
+through `ml_collections.config_flags`. If a command has several configs, the field is set in all of
+them. `translate_fields` describes the short forms. A user's mistake raises a `UsageError`: the
+command prints one sentence and ends with exit code 2. A bug in this package is shown with its
+traceback.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,8 +34,17 @@ from manualpar.errors import (
 )
 from manualpar.strategies import Field, strategy_kinds
 from manualpar.system.cluster import WAIT_SECONDS
+from manualpar.system.reports.flags import EXPECTED as EXPECTED_OF_FLAGS
+from manualpar.system.reports.flags import (
+    HELP,
+    Flag,
+    explained,
+    naming_typed,
+    read_flags,
+    refuse_flag,
+    translate,
+)
 from manualpar.system.reports.help_text import fill, list_flags, print_help, wrap_text
-from manualpar.system.storage import AnyPath, BucketPath, user_path
 from manualpar.training.checkpoints.compatibility import REMOVED
 from manualpar.training.config import (
     ALL_FIELDS,
@@ -135,9 +145,7 @@ def _describe(name: str, value: Any, field: Field | None) -> str:
 
 OVERRIDE = re.compile(r"--?(no)?config\.")
 EXPECTED: Mapping[type, str] = {
-    int: "an integer without point or exponent",
-    float: "a number",
-    bool: "true or false",
+    **EXPECTED_OF_FLAGS,
     tuple: "a tuple of pairs such as (('embed', None), ('mlp', 'data'))",
     ml_collections.ConfigDict: "a dict",
 }
@@ -156,16 +164,16 @@ def load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
     values = absl_flags.FlagValues()
     config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=arguments)
 
-    def kind_of(name: str) -> tuple[type, str]:
+    def expected(name: str) -> str | None:
         default = functools.reduce(lambda group, key: group[key], name.split(".")[1:], config)
+        if (words := EXPECTED.get(type(default))) is None:
+            return None
         if isinstance(default, ml_collections.ConfigDict):
             field = FIELDS.get(name.removeprefix("config."))
-            words = field.expectation() if field else "a dict such as {'data': -1}"
-            return type(default), words.removeprefix("a dict")
-        example = f" such as {default!r}" if type(default) in (int, float) else ""
-        return type(default), example
+            return field.expectation() if field else f"{words} such as {{'data': -1}}"
+        return f"{words} such as {default!r}" if type(default) in (int, float) else words
 
-    with explained(kind_of):
+    with explained(expected):
         values(arguments)
     overridden = [
         argument.split("=")[0].split(".", 1)[1] for argument in overrides if "." in argument
@@ -191,26 +199,6 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
             raise UsageError(f"{argument}: the config has no field {field!r}{mend}.")
 
 
-@contextlib.contextmanager
-def explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
-    """Turns absl's errors into `UsageError`s.
-
-    `kind_of(flag)` returns the type of a flag's value and an example value for the message, or
-    `None` if there is no such flag.
-    """
-    try:
-        yield
-    except absl_flags.IllegalFlagValueError as error:
-        message = str(error).splitlines()[0]
-        found = re.match(r"flag (--([\w.]+)=.*?): ", message)
-        kind, example = (found and kind_of(found[2])) or (None, "")
-        if found and kind is not None and kind in EXPECTED:
-            message = f"{found[1]}: expected {EXPECTED[kind]}{example}"
-        raise UsageError(f"{message}.") from error
-    except absl_flags.Error as error:
-        raise UsageError(f"{error}.") from error
-
-
 # -------------------------------------------------------------------------------------------------
 # Translates the arguments that people type into the flags that absl and `config_flags` define.
 #
@@ -231,71 +219,39 @@ MESH_HELP = "The mesh: its axes with their sizes, such as data=4,model=2; -1 for
 UNGROUPED = frozenset(name for name in FIELDS if "." not in name)
 
 
-def translate(
-    arguments: Sequence[str],
-    *,
-    flags: Collection[str],
-    switches: Collection[str] = (),
-    renamed: Mapping[str, str] | None = None,
-    positional: str = "config",
-    fields: Collection[str] = (),
-    typed: dict[str, str] | None = None,
+def translate_fields(
+    arguments: Sequence[str], syntax: "Syntax", *, typed: dict[str, str] | None = None
 ) -> list[str]:
     """Translates the arguments of a command, without the program's name.
 
-    Args:
-      flags: The names of the command's flags, with underscores.
-      switches: The flags among these that take no value, so that `--no-compile` turns one off.
-      renamed: Old names of flags, each with its new name.
-      positional: The flag that the arguments before the first flag are values of. Only `config`
-        may have several.
-      fields: The fields of a config that only this command has.
-      typed: Gets the name that was typed for each translated flag, for messages.
+    Arguments before the first flag are values of `syntax.positional`. Only `config` may have
+    several. `typed` gets the name that was typed for each translated flag, for messages.
     """
-    renamed = renamed or {}
-    given = list(arguments)
-    translated: list[str] = []
+    given, first = list(arguments), list[str]()
     while given and not given[0].startswith("-"):
-        translated.append(f"--{positional}={given.pop(0)}")
-        if positional != "config":  # A field has one value; the command refuses more arguments.
+        first.append(f"--{syntax.positional}={given.pop(0)}")
+        if syntax.positional != "config":  # A field has one value; the command refuses more.
             break
-    rest = iter(given)
-    for argument in rest:
-        match = re.fullmatch(r"(--?)([A-Za-z][^=\s]*)(=.*)?", argument, re.DOTALL)
-        if not match:
-            translated.append(argument)
-            continue
-        name, value = match[2].replace("-", "_"), match[3] or ""
-        name = renamed.get(name, name)
-        if name == MESH and MESH not in flags:
+
+    def others(name: str, value: str, rest: Iterator[str]) -> tuple[str, str] | None:
+        if name == MESH:
             mesh = parse_mesh(value[1:] if value else next(rest, ""))
-            flag, value = "--config.parallel.mesh", f"={mesh}"
-        elif name.startswith("no_") and name[3:] in switches:
-            if value:
-                raise UsageError(f"{argument}: expected {match[1]}{match[2]} without a value.")
-            flag = f"--no{name[3:]}"
-        elif name not in flags and (name in fields or _is_field(name)):
-            flag = f"--config.{name}"
-        else:
-            flag = f"--{name}"
-        translated.append(f"{flag}{value}")
-        if typed is not None:
-            typed[flag] = match[1] + match[2]
-    return translated
+            return "--config.parallel.mesh", f"={mesh}"
+        return (f"--config.{name}", value) if name in syntax.fields or _is_field(name) else None
+
+    return first + translate(
+        given, syntax.flags, renamed=syntax.renamed, others=others, typed=typed
+    )
 
 
 @contextlib.contextmanager
-def _naming_typed(typed: Mapping[str, str]) -> Iterator[None]:
-    """Names flags in an error's message as they were typed; `typed` is that of `translate`.
-
-    Fields that the message suggests have the short form, unless the long one was typed.
-    """
+def _naming_fields(typed: Mapping[str, str]) -> Iterator[None]:
+    """Names flags as they were typed, and fields in the short form unless a long one was typed."""
     try:
-        yield
+        with naming_typed(typed):
+            yield
     except UsageError as error:
         message = str(error)
-        for flag, name in typed.items():
-            message = re.sub(rf"(?<![\w-]){re.escape(flag)}(?![\w.])", name, message)
         if not any(name.lstrip("-").startswith("config.") for name in typed.values()):
             message = re.sub(r"(?<![\w-])--config\.(?=\w)", "--", message)
         raise UsageError(message) from error
@@ -329,36 +285,6 @@ NO_CONFIG = (
     "--config has no value, expected a name such as fsdp_lm, or a file such as my_config.py."
 )
 _MODEL_FIELDS = tuple(name for fields in MODEL_FIELDS.values() for name in fields)
-HELP = frozenset({"--help", "-help", "-h", "--helpshort"})
-# The type of a flag's value -> the word for a value in `--help`.
-VALUES: Mapping[type, str] = {int: "NUMBER", float: "SECONDS", str: "TEXT", Path: "PATH"}
-
-
-class Flag(NamedTuple):
-    """A flag of a command: its help, the type of its value, and its default."""
-
-    help: str
-    kind: type = str
-    default: Any = None
-    in_buckets: bool = False  # Whether a path may begin with s3:// or gs://.
-
-    def form(self, name: str) -> str:
-        """Returns the flag as one types it, such as `--devices=NUMBER`."""
-        name = name.replace("_", "-")
-        if self.kind is bool:
-            return f"--{name}" if self.default is False else f"--[no-]{name}"
-        return f"--{name}={VALUES[self.kind]}"
-
-    def explain(self) -> str:
-        """Returns the help with the default."""
-        return self.help if not self.default else f"{self.help} [default {self.shown_default}]"
-
-    @property
-    def shown_default(self) -> str:
-        """The default as one types it, such as `300`."""
-        return f"{self.default:g}" if self.kind is float else str(self.default)
-
-
 WORKDIR = Flag(
     "Folder of the run, by default a new runs/<name of the config>/<next number>. If it holds a "
     "checkpoint, the run resumes from it.",
@@ -367,7 +293,10 @@ WORKDIR = Flag(
 
 
 WAIT = Flag(
-    "The seconds to wait until all processes have connected to process 0.", float, WAIT_SECONDS
+    "The seconds to wait until all processes have connected to process 0.",
+    float,
+    WAIT_SECONDS,
+    value="SECONDS",
 )
 OUTPUT = Flag("Folder of the results, by default a new numbered folder in runs/.", Path)
 
@@ -492,9 +421,7 @@ def command_help(
 ) -> str:
     """Returns the text of `--help`, with the fields of the config that the command line names."""
     arguments = [argument for argument in argv[1:] if argument not in HELP]
-    given = translate(
-        arguments, flags=syntax.flags, positional=syntax.positional, fields=syntax.fields
-    )
+    given = translate_fields(arguments, syntax)
     path = str(default_config)
     for argument, value in zip(given, [*given, ""][1:], strict=True):
         name, equals, attached = argument.partition("=")
@@ -520,18 +447,9 @@ def parse_command_line(
     `argv` begins with the program's name. The flags are defined in `flag_values`, by default in a
     new object.
     """
-    flags = syntax.flags
     typed: dict[str, str] = {}
-    arguments = translate(
-        argv[1:],
-        flags=flags,
-        switches=[name for name, flag in flags.items() if flag.kind is bool],
-        renamed=syntax.renamed,
-        positional=syntax.positional,
-        fields=syntax.fields,
-        typed=typed,
-    )
-    with _naming_typed(typed):
+    arguments = translate_fields(argv[1:], syntax, typed=typed)
+    with _naming_fields(typed):
         return _parse([*argv[:1], *arguments], default_config, syntax, flag_values)
 
 
@@ -545,31 +463,15 @@ def _parse(
     flags = syntax.flags
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
     absl_flags.DEFINE_multi_string("config", [], CONFIG_HELP, flag_values=flag_values)
-    define = {
-        int: absl_flags.DEFINE_integer,
-        float: absl_flags.DEFINE_float,
-        bool: absl_flags.DEFINE_boolean,
-    }
-    for name, flag in flags.items():
-        define_flag: Any = define.get(flag.kind, absl_flags.DEFINE_string)
-        define_flag(name, flag.default, flag.help, flag_values=flag_values)
-    flag_values.set_gnu_getopt()  # Allows `--config.seed 1` in addition to `--config.seed=1`.
     if argv[-1] in ("--config", "-config"):
         raise UsageError(NO_CONFIG)
-    with explained(lambda name: (flags[name].kind, "") if name in flags else None):
-        _, *overrides = flag_values(list(argv), known_only=True)
+    values, overrides = read_flags(argv, flags, flag_values)
     _check_overrides(overrides, syntax)
     paths: list[str] = flag_values.config or [str(default_config)]
     if not all(paths):
         raise UsageError(NO_CONFIG)
     if len(paths) > 1 and not syntax.takes_several:
         raise UsageError("--config is given twice, expected once.")
-    values: dict[str, Any] = {name: flag_values[name].value for name in flags}
-    for name, value in values.items():
-        if isinstance(value, str) and "\0" in value:
-            raise UsageError(f"--{name}={value!r}: expected a value without NUL characters.")
-        if flags[name].kind is Path:
-            values[name] = _path(name, value, flags[name]) if value else None
     if values.get("devices") is not None and values["devices"] < 1:
         raise UsageError(f"--devices={values['devices']}: expected at least 1 device to simulate.")
     wait = values.get("wait", 1.0)
@@ -578,16 +480,6 @@ def _parse(
     line = CommandLine(_load_configs(paths, overrides), types.SimpleNamespace(**values))
     syntax.refine(line)
     return line
-
-
-def _path(name: str, value: str, flag: Flag) -> AnyPath:
-    try:
-        path = user_path(value)
-    except ValueError as error:
-        raise UsageError(f"--{name}: {error}") from None
-    if isinstance(path, BucketPath) and not flag.in_buckets:
-        raise UsageError(f"--{name}={path}: expected a path on a disk.")
-    return path
 
 
 def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
@@ -599,14 +491,8 @@ def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
             name = argument.lstrip("-").split("=")[0]
             if name in syntax.refused:
                 raise UsageError(f"--{name} is not a flag of this command: {syntax.refused[name]}.")
-            fields = {*FIELDS, *_MODEL_FIELDS, *syntax.fields}
-            near = suggest(
-                name,
-                {*syntax.flags, MESH, "config", *fields},
-                show=lambda x: f"--{x.replace('_', '-') if x in syntax.flags else x}",
-                otherwise="; --help lists all",
-            )
-            raise UsageError(f"--{name} is not a known flag{near}.")
+            fields = (*FIELDS, *_MODEL_FIELDS, *syntax.fields)
+            refuse_flag(argument, syntax.flags, MESH, "config", *fields)
         if not is_override and not takes_value:
             raise UsageError(
                 f"{argument!r} is not understood, expected flags such as --config.seed=1."

@@ -24,7 +24,7 @@ import jax
 import ml_collections
 import rich.console
 
-from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Flag, Syntax, run_absl
+from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Syntax, run_absl
 from manualpar.commands.results import (
     answer,
     check_output,
@@ -66,6 +66,7 @@ from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
 from manualpar.strategies.registry import fields_of_manual_mode
 from manualpar.system.reports import pictures
+from manualpar.system.reports.flags import Flag
 from manualpar.system.reports.pictures import Bar
 from manualpar.system.storage.untrusted import write_file
 from manualpar.training.config_fields import FIELDS

@@ -22,8 +22,8 @@ from manualpar.inspect.tables import (
     print_table,
     text_columns,
 )
-from manualpar.system.reports.help_text import OneSentenceParser
-from manualpar.system.storage import AnyPath, BucketPath, path_flag
+from manualpar.system.reports.flags import Flag, parse_flags
+from manualpar.system.storage import AnyPath, BucketPath
 from manualpar.system.storage.untrusted import write_file
 from manualpar.training.config import flatten_config
 from manualpar.training.monitoring.report import draw_charts, make_page, make_table
@@ -57,21 +57,30 @@ SPEEDS = {
     "memory_bytes": ("memory in use", describe_bytes),
 }
 NOT_THERE = "-"
+FLAGS: Mapping[str, Flag] = {
+    "run": Flag(
+        "Folders of runs, at least two.",
+        Path,
+        default=[],
+        in_buckets=True,
+        is_required=True,
+        repeats=True,
+        is_argument=True,
+    ),
+    "output": Flag(
+        f"Folder of the results, by default a new numbered folder in {RESULTS}.",
+        Path,
+        in_buckets=True,
+    ),
+}
 
 Row = list[str]  # A name, and a text for each run.
 
 
 def main(argv: Sequence[str]) -> int:
     """Compares the runs that the command line `argv` names; returns the exit code."""
-    parser = OneSentenceParser(prog=argv[0], description=USAGE)
-    parser.add_argument("runs", nargs="+", type=path_flag, help="Folders of runs, at least two.")
-    parser.add_argument(
-        "--output",
-        type=path_flag,
-        help=f"Folder of the results, by default a new numbered folder in {RESULTS}.",
-    )
-    flags = parser.parse_args(list(argv[1:]))
-    return answer(lambda console: _compare(flags.runs, flags.output, console))
+    flags = parse_flags(argv, USAGE, FLAGS)
+    return answer(lambda console: _compare(flags.run, flags.output, console))
 
 
 def _compare(

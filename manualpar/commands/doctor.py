@@ -34,6 +34,7 @@ import re
 import shutil
 import subprocess
 import time
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,11 @@ from manualpar.system.cluster import (
 )
 from manualpar.system.cluster.facts import software_facts as versions_and_sources
 from manualpar.system.cluster.this_host import driver_version
+from manualpar.system.reports.flags import HELP, Flag, explain, parse_flags
 from manualpar.system.reports.help_text import (
-    OneSentenceParser,
-    list_flags,
     print_help,
     wrap_text,
 )
-from manualpar.system.storage import path_flag
 from manualpar.system.storage.compilation_cache import check_compilation_cache
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -81,15 +80,19 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 # A requirement of an extra: `jax[tpu]>=0.10; extra == "tpu"`.
 REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,.-]+)\])?.*extra == ["']([\w.-]+)["']""")
 WITHIN = "all devices within one host"
-HELP = {"--help", "-help", "-h", "--helpshort"}
-DEVICES_HELP = "The number of CPU devices to simulate."
-FLAGS: Mapping[str, str] = {
-    "--config=NAME": "A config to check too, a name or a file. Its fields are flags, as for "
-    "`manualpar train`; `CONFIG --help` shows them.",
-    "--devices=NUMBER": DEVICES_HELP,
-    "--cluster": "Checks the hosts of this job, without a config.",
-    "--workdir=PATH": "With --cluster, a folder or bucket that all hosts should share.",
-    "--wait=SECONDS": "With --cluster, the time to wait for all processes. [default 300]",
+CONFIG_HELP = (
+    "A config to check too, a name or a file. Its fields are flags, as for `manualpar train`; "
+    "`CONFIG --help` shows them."
+)
+OF_CONFIG: Mapping[str, Flag] = {"devices": Flag("The number of CPU devices to simulate.", int)}
+OF_CLUSTER: Mapping[str, Flag] = {
+    "cluster": Flag("Checks the hosts of this job, without a config.", bool, False),
+    "workdir": Flag(
+        "With --cluster, a folder or bucket that all hosts should share.", Path, in_buckets=True
+    ),
+    "wait": Flag(
+        "With --cluster, the time to wait for all processes.", float, WAIT_SECONDS, value="SECONDS"
+    ),
 }
 ROWS, FEATURES = 8, 64  # The batch of the small step has this size on each device.
 
@@ -209,22 +212,17 @@ def _help(argv: Sequence[str]) -> str:
     """Returns the text of `--help`, with the fields of a config if the command line names one."""
     description = (__doc__ or "").replace("manualpar doctor", argv[0])
     if not _names_config(argv):
-        return f"{wrap_text(description)}\n\nFlags:\n{list_flags(FLAGS)}"
+        flags = {"config": Flag(CONFIG_HELP, value="NAME"), **OF_CONFIG, **OF_CLUSTER}
+        return f"{wrap_text(description)}\n\n{explain(flags)}"
     require("--config", *TRAIN)
-    from manualpar.commands.command_line import Flag, Syntax, command_help
+    from manualpar.commands.command_line import Syntax, command_help
 
-    return command_help(description, argv, "", Syntax({"devices": Flag(DEVICES_HELP, int)}))
+    return command_help(description, argv, "", Syntax(OF_CONFIG))
 
 
 def _check_cluster(argv: Sequence[str]) -> int:
     """Checks the hosts of a cluster, and prints a line for each; returns the exit code."""
-    parser = OneSentenceParser(prog=argv[0], description="", allow_abbrev=False)
-    parser.add_argument("--cluster", action="store_true")
-    parser.add_argument("--workdir", type=path_flag)
-    parser.add_argument("--wait", type=float, default=WAIT_SECONDS)
-    flags = parser.parse_args(argv[1:])
-    if not (math.isfinite(flags.wait) and flags.wait > 0):
-        raise UsageError(f"--wait={flags.wait}: expected a positive number of seconds.")
+    flags = parse_flags(argv, "", OF_CLUSTER, check=_check_wait)
     # Several processes of a host look at the same GPUs, and none of them needs their memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     facts = {**versions_and_sources(), "--workdir": str(flags.workdir or "not given")}
@@ -237,6 +235,11 @@ def _check_cluster(argv: Sequence[str]) -> int:
         seconds = time.perf_counter() - started
         print(f"a run of {cluster.num_processes} processes {would} ({seconds:.1f} s)", flush=True)
     return UNREADY_EXIT_CODE if verdict.fatal else 0
+
+
+def _check_wait(flags: types.SimpleNamespace) -> None:
+    if not (math.isfinite(flags.wait) and flags.wait > 0):
+        raise UsageError(f"--wait={flags.wait}: expected a positive number of seconds.")
 
 
 def _names_config(argv: Sequence[str]) -> bool:
@@ -252,11 +255,11 @@ def _prepare_devices(argv: Sequence[str]) -> Any:
     if not _names_config(argv):
         raise UsageError(f"{argv[1]!r} is not understood, expected a config or no argument.")
     require("--config", *TRAIN)
-    from manualpar.commands.command_line import Flag, Syntax, parse_command_line
+    from manualpar.commands.command_line import Syntax, parse_command_line
     from manualpar.commands.results import choose_devices, quiet_absl
 
     quiet_absl()
-    syntax = Syntax({"devices": Flag(DEVICES_HELP, int)})
+    syntax = Syntax(OF_CONFIG)
     line = parse_command_line(argv, default_config=Path(), syntax=syntax)
     choose_devices(line.flags.devices)
     return line.config

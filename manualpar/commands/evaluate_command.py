@@ -1,14 +1,16 @@
 """Evaluates a model on texts: perplexity, bits per byte, and log-likelihoods of completions."""
 
-import argparse
 import json
 import math
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from manualpar.commands.command_flags import (
+    MODEL_FLAGS,
     check_lines,
-    model_flags,
+    check_model,
     output_line,
     read_lines,
     run_with_model,
@@ -19,7 +21,8 @@ from manualpar.data import TokenSplit
 from manualpar.errors import UsageError
 from manualpar.models.generation.generator import Generator
 from manualpar.models.generation.scoring import Score, score_completions, score_documents
-from manualpar.system.storage import AnyPath, path_flag
+from manualpar.system.reports.flags import Flag, check_one_of, parse_flags
+from manualpar.system.storage import AnyPath
 from manualpar.training.load_run import Trained
 
 # The longest sequence if the model's sequence length in training is not known.
@@ -37,27 +40,30 @@ USAGE = """Evaluates a run's newest checkpoint, or a Hugging Face model, on text
 """
 
 
+FLAGS: Mapping[str, Flag] = {
+    **MODEL_FLAGS,
+    "text": Flag('A text, or JSONL with "text"; shows the perplexity.', Path, in_buckets=True),
+    "completions": Flag(
+        'JSONL with "context" and "completion"; shows log-likelihoods.', Path, in_buckets=True
+    ),
+    "max_length": Flag(
+        "The longest sequence in tokens; by default the run's sequence length, or "
+        f"{MAX_LENGTH} if it is not known.",
+        int,
+        0,
+    ),
+    "output": Flag("The file for the results.", Path, in_buckets=True),
+}
+
+
+def _check(flags: types.SimpleNamespace) -> None:
+    check_model(flags)
+    check_one_of(flags, "text", "completions")
+
+
 def main(argv: Sequence[str]) -> int:
     """Evaluates a model on the texts that the command line `argv` names; returns the exit code."""
-    parser = model_flags(argv[0], USAGE)
-    texts_group = parser.add_mutually_exclusive_group()
-    texts_group.add_argument(
-        "--text", type=path_flag, help='A text, or JSONL with "text"; shows the perplexity.'
-    )
-    texts_group.add_argument(
-        "--completions",
-        type=path_flag,
-        help='JSONL with "context" and "completion"; shows log-likelihoods.',
-    )
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        default=0,
-        help="The longest sequence in tokens; by default the run's sequence length, or "
-        f"{MAX_LENGTH} if it is not known.",
-    )
-    parser.add_argument("--output", type=path_flag, help="The file for the results.")
-    flags = parser.parse_args(argv[1:])
+    flags = parse_flags(argv, USAGE, FLAGS, check=_check)
 
     def work(trained: Trained, generator: Generator) -> None:
         length = flags.max_length or trained.max_length or MAX_LENGTH
@@ -129,7 +135,7 @@ def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
 
 
 def _completions(
-    trained: Trained, generator: Generator, flags: argparse.Namespace, length: int
+    trained: Trained, generator: Generator, flags: types.SimpleNamespace, length: int
 ) -> None:
     lines = read_lines(str(flags.completions))
     check_lines(
@@ -157,7 +163,7 @@ def _completions(
         show(text)
 
 
-def _show(flags: argparse.Namespace, found: dict[str, Any]) -> None:
+def _show(flags: types.SimpleNamespace, found: dict[str, Any]) -> None:
     for name, value in found.items():
         shown = f"{value:.4f}" if isinstance(value, float) else value
         show(f"{name.replace('_', ' ')}: {shown}\n")

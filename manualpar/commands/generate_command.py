@@ -1,12 +1,14 @@
 """Generates answers to prompts: streams one answer to the terminal, or writes many as JSONL."""
 
-import argparse
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from manualpar.commands.command_flags import (
+    MODEL_FLAGS,
     check_lines,
-    model_flags,
+    check_model,
     output_line,
     read_lines,
     run_with_model,
@@ -17,7 +19,7 @@ from manualpar.data.chat import Chats
 from manualpar.errors import UsageError
 from manualpar.models.generation.answers import Answer
 from manualpar.models.generation.generator import Generator, Prompt
-from manualpar.system.storage import path_flag
+from manualpar.system.reports.flags import Flag, check_one_of, parse_flags
 from manualpar.training.load_run import Trained
 
 # The fields that an output line adds to the fields of the prompt's line.
@@ -53,25 +55,72 @@ JSONL.
 """
 
 
+_ENDS, _DRAWS, _CHANGES = "The end of an answer", "Draws", "Changed probabilities"
+FLAGS: Mapping[str, Flag] = {
+    "prompt": Flag("The text to continue."),
+    "prompts": Flag('A file of lines, or JSONL with "prompt" or "messages"; - for stdin.'),
+    **MODEL_FLAGS,
+    "chat": Flag("Treats each prompt as a chat message.", bool, False),
+    "output": Flag("The JSONL file of answers to --prompts.", Path, in_buckets=True),
+    "log_probabilities": Flag(
+        "Adds the log-probability of each token to the lines of --prompts.", bool, False
+    ),
+    "max_tokens": Flag("The most tokens of an answer.", int, 128, heading=_ENDS),
+    "stop": Flag(
+        "A text that ends an answer; repeatable.", default=[], repeats=True, heading=_ENDS
+    ),
+    "temperature": Flag(
+        "The divisor of the logits; 0 always chooses the likeliest.", float, 0.0, heading=_DRAWS
+    ),
+    "top_k": Flag("Draws from this number of likeliest tokens; 0 for all.", int, 0, heading=_DRAWS),
+    "top_p": Flag(
+        "Draws from the likeliest tokens with this probability together; 1 for all.",
+        float,
+        1.0,
+        heading=_DRAWS,
+    ),
+    "min_p": Flag(
+        "Draws from tokens with this fraction of the likeliest token's probability; 0 for all.",
+        float,
+        0.0,
+        heading=_DRAWS,
+    ),
+    "samples": Flag("The answers that are drawn for each prompt.", int, 1, heading=_DRAWS),
+    "seed": Flag("The seed of the answers.", int, 0, heading=_DRAWS),
+    "repetition_penalty": Flag(
+        "Makes tokens of the prompt and the answer less likely if above 1.",
+        float,
+        1.0,
+        heading=_CHANGES,
+    ),
+    "frequency_penalty": Flag(
+        "Subtracted from a token's logit for each time the answer has it.",
+        float,
+        0.0,
+        heading=_CHANGES,
+    ),
+    "presence_penalty": Flag(
+        "Subtracted from the logits of tokens that the answer has.", float, 0.0, heading=_CHANGES
+    ),
+    "logit_bias": Flag(
+        "Numbers to add to the logits of tokens, such as 50256:-100.",
+        default="",
+        value="TOKEN:NUMBER,...",
+        heading=_CHANGES,
+    ),
+}
+
+
+def _check(flags: types.SimpleNamespace) -> None:
+    """Checks flags that depend on each other, and parses `--logit-bias`."""
+    check_model(flags)
+    check_one_of(flags, "prompt", "prompts", is_required=True)
+    flags.logit_bias = _biases(flags.logit_bias)
+
+
 def main(argv: Sequence[str]) -> int:
     """Generates answers to the prompts of the command line `argv`; returns the exit code."""
-    parser = model_flags(argv[0], USAGE)
-    prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", help="The text to continue.")
-    prompts.add_argument(
-        "--prompts", help='A file of lines, or JSONL with "prompt" or "messages"; - for stdin.'
-    )
-    parser.add_argument("--chat", action="store_true", help="Treats each prompt as a chat message.")
-    parser.add_argument("--output", type=path_flag, help="The JSONL file of answers to --prompts.")
-    parser.add_argument(
-        "--log-probabilities",
-        action="store_true",
-        help="Adds the log-probability of each token to the lines of --prompts.",
-    )
-    _length_flags(parser.add_argument_group("the end of an answer"))
-    _draw_flags(parser.add_argument_group("draws"))
-    _penalty_flags(parser.add_argument_group("changed probabilities"))
-    flags = parser.parse_args(argv[1:])
+    flags = parse_flags(argv, USAGE, FLAGS, check=_check)
 
     def work(trained: Trained, generator: Generator) -> None:
         options = {name: getattr(flags, name) for name in OPTIONS}
@@ -94,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _answer_all(
-    trained: Trained, generator: Generator, flags: argparse.Namespace, options: dict[str, Any]
+    trained: Trained, generator: Generator, flags: types.SimpleNamespace, options: dict[str, Any]
 ) -> None:
     lines = read_lines(flags.prompts)
     added = (*ADDED, "log_probabilities") if flags.log_probabilities else ADDED
@@ -109,7 +158,7 @@ def _answer_all(
 
 
 def _prompts(
-    trained: Trained, flags: argparse.Namespace, lines: Sequence[dict[str, Any]]
+    trained: Trained, flags: types.SimpleNamespace, lines: Sequence[dict[str, Any]]
 ) -> list[Prompt]:
     """Makes a prompt from each line; converts a chat to tokens with the chat template."""
     prompts: list[Prompt] = []
@@ -145,62 +194,13 @@ def _line(asked: dict[str, Any], answer: Answer, added: Sequence[str]) -> str:
     return output_line({**asked, **{name: getattr(answer, name) for name in added}})
 
 
-def _length_flags(group: argparse._ArgumentGroup) -> None:
-    _number_flags(group, ("--max-tokens", int, 128, "The most tokens of an answer."))
-    group.add_argument(
-        "--stop", action="append", default=[], help="A text that ends an answer; repeatable."
-    )
-
-
-def _number_flags(
-    group: argparse._ArgumentGroup, *flags: tuple[str, type[int] | type[float], float, str]
-) -> None:
-    """Adds flags for numbers; each has a name, a type, a default and a meaning."""
-    for flag, kind, default, meaning in flags:
-        text = f"{meaning} [default {default:g}]"
-        group.add_argument(flag, type=kind, default=default, help=text)
-
-
-def _draw_flags(group: argparse._ArgumentGroup) -> None:
-    likeliest = "Draws from the likeliest tokens with this probability together; 1 for all."
-    fraction = (
-        "Draws from tokens with this fraction of the likeliest token's probability; 0 for all."
-    )
-    _number_flags(
-        group,
-        ("--temperature", float, 0.0, "The divisor of the logits; 0 always chooses the likeliest."),
-        ("--top-k", int, 0, "Draws from this number of likeliest tokens; 0 for all."),
-        ("--top-p", float, 1.0, likeliest),
-        ("--min-p", float, 0.0, fraction),
-        ("--samples", int, 1, "The answers that are drawn for each prompt."),
-        ("--seed", int, 0, "The seed of the answers."),
-    )
-
-
-def _penalty_flags(group: argparse._ArgumentGroup) -> None:
-    repeated = "Makes tokens of the prompt and the answer less likely if above 1."
-    counted = "Subtracted from a token's logit for each time the answer has it."
-    present = "Subtracted from the logits of tokens that the answer has."
-    _number_flags(
-        group,
-        ("--repetition-penalty", float, 1.0, repeated),
-        ("--frequency-penalty", float, 0.0, counted),
-        ("--presence-penalty", float, 0.0, present),
-    )
-    group.add_argument(
-        "--logit-bias",
-        type=_biases,
-        default={},
-        metavar="TOKEN:NUMBER,...",
-        help="Numbers to add to the logits of tokens, such as 50256:-100. [default none]",
-    )
-
-
 def _biases(text: str) -> dict[int, float]:
+    if not text:
+        return {}
     try:
         pairs = [part.split(":") for part in text.split(",")]
         return {int(token): float(number) for token, number in pairs}
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected tokens with numbers, such as 50256:-100,13:2.5"
+        raise UsageError(
+            f"--logit-bias={text}: expected tokens with numbers, such as 50256:-100,13:2.5."
         ) from None

@@ -33,8 +33,8 @@ from manualpar.models.pretrained.export import (
 from manualpar.models.pretrained.tensor_files import CONFIG_FILE, model_directory
 from manualpar.system.cluster import FAILED_EXIT_CODE, Cluster, DisagreementError, initialize
 from manualpar.system.cluster.agreement import failing_together
-from manualpar.system.reports.help_text import OneSentenceParser
-from manualpar.system.storage import AnyPath, BucketPath, path_flag, user_path, writing
+from manualpar.system.reports.flags import Flag, parse_flags
+from manualpar.system.storage import AnyPath, BucketPath, user_path, writing
 from manualpar.system.storage.durable_files import check_writable
 from manualpar.system.storage.untrusted import read_file, write_file
 from manualpar.training.checkpoints import CheckpointError
@@ -71,6 +71,20 @@ WORKDIR = TRAINING.flags["workdir"]._replace(help="The folder to create, for the
 IMPORTING = TRAINING._replace(
     flags={**TRAINING.flags, "workdir": WORKDIR}, positional="config.model.from_hf"
 )
+
+EXPORT_FLAGS: Mapping[str, Flag] = {
+    "workdir": Flag("The folder of the run.", Path, in_buckets=True, is_required=True),
+    "output": Flag("The directory to create.", Path, in_buckets=True, is_required=True),
+    "like": Flag("The directory to take config, tokenizer and dtypes from.", Path, in_buckets=True),
+    "family": Flag("The model family, such as llama, if --like is not given.", default=""),
+    "dtype": Flag(
+        "The dtype of all tensors, such as bfloat16; by default the dtypes of the original.",
+        default="",
+    ),
+    "max_shard_bytes": Flag("The size of the largest file, in bytes.", int, SHARD_BYTES),
+    "adapter": Flag("Writes the adapters, for the library peft.", bool, False),
+    "devices": TRAINING.flags["devices"]._replace(help="The number of CPU devices to simulate."),
+}
 
 
 def import_main(argv: Sequence[str]) -> NoReturn:
@@ -162,34 +176,7 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
 
 def export_main(argv: Sequence[str]) -> int:
     """Exports the model of a workdir as a Hugging Face directory; returns the exit code."""
-    parser = OneSentenceParser(prog=argv[0], description=EXPORT_USAGE, allow_abbrev=False)
-    parser.add_argument("--workdir", type=path_flag, required=True, help="The folder of the run.")
-    # `--to` is the old name.
-    parser.add_argument(
-        "--output", "--to", type=path_flag, required=True, help="The directory to create."
-    )
-    parser.add_argument(
-        "--like", type=path_flag, help="The directory to take config, tokenizer and dtypes from."
-    )
-    parser.add_argument(
-        "--family", default="", help="The model family, such as llama, if --like is not given."
-    )
-    parser.add_argument(
-        "--dtype",
-        default="",
-        help="The dtype of all tensors, such as bfloat16; by default the dtypes of the original.",
-    )
-    parser.add_argument(
-        "--max-shard-bytes",
-        type=int,
-        default=SHARD_BYTES,
-        help="The size of the largest file, in bytes. [default %(default)s]",
-    )
-    parser.add_argument(
-        "--adapter", action="store_true", help="Writes the adapters, for the library peft."
-    )
-    parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
-    flags = parser.parse_args(list(argv[1:]))
+    flags = parse_flags(argv, EXPORT_USAGE, EXPORT_FLAGS, renamed={"to": "output"})
     quiet_absl()
 
     def start() -> Cluster:

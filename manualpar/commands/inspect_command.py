@@ -26,7 +26,6 @@ import rich.console
 from manualpar.commands.command_line import (
     DEFAULT_CONFIG,
     CommandLine,
-    Flag,
     NamedConfig,
     Syntax,
     run_absl,
@@ -100,6 +99,7 @@ from manualpar.models import Transformer
 from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.planner.hardware import chip_named
 from manualpar.system.reports import pictures
+from manualpar.system.reports.flags import Flag
 from manualpar.system.reports.pictures import Bar
 from manualpar.system.storage.untrusted import read_object, write_named_file
 from manualpar.training.experiment import Experiment, prepare

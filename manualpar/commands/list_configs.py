@@ -8,17 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from manualpar.errors import USAGE_EXIT_CODE, UsageError, print_error
-from manualpar.system.reports.help_text import OneSentenceParser
+from manualpar.system.reports.flags import Flag, parse_flags
 from manualpar.training.config import find_config, first_sentence, named_configs
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`; returns the exit code."""
-    parser = OneSentenceParser(
-        prog=argv[0], description=(__doc__ or "").replace("manualpar configs", "{program}")
-    )
-    parser.add_argument("name", nargs="?", help="The config to print.")
-    flags = parser.parse_args(list(argv[1:]))
+    usage = (__doc__ or "").replace("manualpar configs", "{program}")
+    name = Flag("The config to print.", is_argument=True)
+    flags = parse_flags(argv, usage, {"name": name})
     try:
         if flags.name:
             sys.stdout.write(find_config(flags.name).read_text(encoding="utf-8"))

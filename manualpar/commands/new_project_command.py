@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manualpar.errors import MODULES, TRAIN, USAGE_EXIT_CODE, UsageError, print_error
-from manualpar.system.reports.help_text import OneSentenceParser
+from manualpar.system.reports.flags import Flag, parse_flags
 from manualpar.system.storage.untrusted import write_file
 
 TEMPLATE = Path(__file__).parent / "new_project"
@@ -16,10 +16,9 @@ TEMPLATE = Path(__file__).parent / "new_project"
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`; returns the exit code."""
-    description = (__doc__ or "").replace("manualpar new", "{program}")
-    parser = OneSentenceParser(prog=argv[0], description=description)
-    parser.add_argument("folder", type=Path, help="The folder, new or empty.")
-    flags = parser.parse_args(list(argv[1:]))
+    usage = (__doc__ or "").replace("manualpar new", "{program}")
+    folder = Flag("The folder, new or empty.", Path, is_argument=True, is_required=True)
+    flags = parse_flags(argv, usage, {"folder": folder})
     try:
         names = write_project(flags.folder)
     except UsageError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 import rich.console
 
-from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Flag, Syntax, run_absl
+from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Syntax, run_absl
 from manualpar.commands.results import (
     answer,
     check_output,
@@ -66,7 +66,7 @@ from manualpar.plans.sweep import (
 )
 from manualpar.plans.tpu_compiler import TPU, compile_for_tpu
 from manualpar.strategies import strategy_kinds
-from manualpar.system.reports.help_text import OneSentenceParser
+from manualpar.system.reports.flags import Flag, parse_flags
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.monitoring.run_files import CONFIG_FILE
@@ -148,6 +148,14 @@ FLAGS: Mapping[str, Flag] = {
     "output": OUTPUT,
 }
 
+STEP_FLAGS: Mapping[str, Flag] = {
+    "step": Flag(
+        "module:function, found in the current folder too.", is_argument=True, is_required=True
+    ),
+    "topology": FLAGS["topology"],
+    "output": OUTPUT,
+}
+
 
 def _refine(line: CommandLine) -> None:
     """Turns the name in `--topology` into a `Topology`, and checks the other flags."""
@@ -191,11 +199,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan_step(argv: Sequence[str]) -> int:
     """Plans a step that is not of this package, as XLA compiles it; returns the exit code."""
-    parser = OneSentenceParser(prog=argv[0], description=STEP_USAGE, allow_abbrev=False)
-    parser.add_argument("step", help="module:function, found in the current folder too.")
-    parser.add_argument("--topology", default=DEFAULT_TOPOLOGY, help=FLAGS["topology"].help)
-    parser.add_argument("--output", type=Path, help=OUTPUT.help)
-    flags = parser.parse_args(list(argv[1:]))
+    flags = parse_flags(argv, STEP_USAGE, STEP_FLAGS)
     parent = Path("runs") / f"plan-{flags.step.partition(':')[2]}"
 
     def work(console: rich.console.Console) -> Path:

@@ -12,7 +12,8 @@ an interruption, run the same command again to continue. To train with the token
 """
 
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manualpar.data.dataset import DamagedDataError
@@ -22,16 +23,44 @@ from manualpar.data.tokens import TokenFiles
 from manualpar.errors import (
     FILES_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    UsageError,
     naming_arguments,
     print_error,
 )
-from manualpar.system.reports.help_text import OneSentenceParser
-from manualpar.system.storage import path_flag, user_path
+from manualpar.system.reports.flags import Flag, parse_flags
+from manualpar.system.storage import user_path
 from manualpar.system.storage.durable_files import check_writable
 
 # The flag for each argument of `make_job`.
 FLAGS = {"path": "--input", "source": "--source", "tokenizer": "--tokenizer", "field": "--field"}
 FLAGS |= {"held_out": "--held-out", "template": "--template"}
+
+OPTIONS: Mapping[str, Flag] = {
+    "input": Flag('A file, a directory, a glob, or "" for the standard library.', is_required=True),
+    "output": Flag("The directory to create.", Path, in_buckets=True, is_required=True),
+    "source": Flag("The format of the files.", default="text", choices=("text", *SUFFIXES, "chat")),
+    "tokenizer": Flag(
+        "A tokenizer.json, or a directory with one; by default, tokens are bytes.", default=""
+    ),
+    "field": Flag("The field or column with the text.", default="text"),
+    "held_out": Flag(
+        "The fraction of the documents in eval, and the same fraction in test.", float, HELD_OUT
+    ),
+    "template": Flag(
+        "For chat, a file with the template, or the name of one of the tokenizer's templates; by "
+        "default, the tokenizer's template.",
+        default="",
+    ),
+    "processes": Flag("The number of processes that make tokens.", int, 1),
+}
+
+
+def _check(flags: types.SimpleNamespace) -> None:
+    if flags.processes < 1:
+        raise UsageError(f"--processes={flags.processes}: expected at least 1.")
+    if not 0 < flags.held_out < 0.5:
+        raise UsageError(f"--held-out={flags.held_out}: expected a share between 0 and 0.5.")
 
 
 def write_token_files(
@@ -71,53 +100,9 @@ def main(argv: Sequence[str]) -> int:
 
     `argv` is the command line, the program's name first.
     """
-    parser = OneSentenceParser(
-        prog=argv[0], description=(__doc__ or "").replace("manualpar tokenize", "{program}")
+    args = parse_flags(
+        argv, (__doc__ or "").replace("manualpar tokenize", "{program}"), OPTIONS, check=_check
     )
-    parser.add_argument(
-        "--input",
-        required=True,
-        help='A file, a directory, a glob, or "" for the standard library.',
-    )
-    parser.add_argument("--output", type=path_flag, required=True, help="The directory to create.")
-    parser.add_argument(
-        "--source",
-        default="text",
-        choices=("text", *SUFFIXES, "chat"),
-        help="The format of the files. [default %(default)s]",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        help="A tokenizer.json, or a directory with one; by default, tokens are bytes.",
-    )
-    parser.add_argument(
-        "--field", default="text", help="The field or column with the text. [default %(default)s]"
-    )
-    parser.add_argument(
-        "--held-out",
-        type=float,
-        default=HELD_OUT,
-        help="The fraction of the documents in eval, and the same fraction in test. "
-        "[default %(default)s]",
-    )
-    parser.add_argument(
-        "--template",
-        default="",
-        help="For chat, a file with the template, or the name of one of the tokenizer's "
-        "templates; by default, the tokenizer's template.",
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        help="The number of processes that make tokens. [default %(default)s]",
-    )
-    args = parser.parse_args(argv[1:])
-    if args.processes < 1:
-        parser.error(f"--processes={args.processes}: expected at least 1")
-    if not 0 < args.held_out < 0.5:
-        parser.error(f"--held-out={args.held_out}: expected a share between 0 and 0.5")
     try:
         if isinstance(args.output, Path):
             check_writable(args.output, "--output")
@@ -137,10 +122,12 @@ def main(argv: Sequence[str]) -> int:
         return FILES_EXIT_CODE
     except ValueError as error:
         is_named = any(flag in str(error) for flag in (*FLAGS.values(), "--output"))
-        parser.error(str(error) if is_named else f"--output={args.output}: {error}")
+        print_error(error if is_named else f"--output={args.output}: {error}")
+        return USAGE_EXIT_CODE
     except OSError as error:
         where = f"{error.filename or args.output}: {error.strerror or error}"
-        parser.error(f"--output={args.output}: {where}; name another directory.")
+        print_error(f"--output={args.output}: {where}; name another directory.")
+        return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         print_error("interrupted; run the same command again to continue")
         return INTERRUPTED_EXIT_CODE

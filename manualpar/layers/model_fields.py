@@ -92,7 +92,11 @@ class FieldGroup:
 def refuse(group: Any, field: str, expected: str) -> NoReturn:
     """Raises a ValueError that names a field of a group, its value, and the expected values."""
     value = getattr(group, field)
-    raise ValueError(f"{type(group).__name__}: {field} is {value!r}, expected {expected}.")
+    flat = next(x.metadata.get("flat") for x in dataclasses.fields(group) if x.name == field)
+    in_configs = f" In a config the field is config.model.{flat}." if flat else ""
+    raise ValueError(
+        f"{type(group).__name__}: {field} is {value!r}, expected {expected}.{in_configs}"
+    )
 
 
 def refuse_unknown(group: Any, field: str, known: tuple[Any, ...]) -> None:

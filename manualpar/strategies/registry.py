@@ -87,9 +87,9 @@ class Field:
         if self.kind is tuple:
             is_member = _is_name if self.holds_names else _is_rule
             is_member = _is_number if self.holds_numbers else is_member
-            if self.choices and not set(value) <= set(self.choices):
+            if not isinstance(value, tuple) or not all(map(is_member, value)):
                 return False
-            return isinstance(value, tuple) and all(map(is_member, value))
+            return not self.choices or set(value) <= set(self.choices)
         numbers = (int, float) if self.kind is float else (int,)
         if not isinstance(value, numbers) or isinstance(value, bool):
             return False

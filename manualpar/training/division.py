@@ -104,7 +104,8 @@ def divide_batch(
 
     if (division := divide(devices)) is None:
         along = " and ".join(map(repr, data_axes)) or repr("data")
-        fitting = [str(number) for number in range(1, devices) if divide(number)]
+        most = min(devices, batch_size + 1)
+        fitting = [str(number) for number in range(1, most) if divide(number)]
         could = f" Of fewer devices, {', '.join(fitting)} would divide it." if fitting else ""
         raise ValueError(
             f"config.data.batch_size is {batch_size}, expected a multiple of {devices * asked}, "

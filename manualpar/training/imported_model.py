@@ -37,7 +37,7 @@ def fill_from_hf(
     directory = model.get("from_hf", "") if isinstance(model, ml_collections.ConfigDict) else ""
     if not directory or not isinstance(directory, str):
         adapter = model.get("adapter", "") if isinstance(model, ml_collections.ConfigDict) else ""
-        if adapter:
+        if adapter and isinstance(adapter, str):  # `check_config` reports any other value.
             raise ValueError(
                 f"config.model.adapter is {adapter!r} and config.model.from_hf is {directory!r}, "
                 "expected the directory of the base model in config.model.from_hf."

@@ -1,6 +1,7 @@
 """The random programs: drawn from a number alone, and a wrong one is noticed."""
 
 import json
+import random
 import threading
 
 import jax
@@ -12,14 +13,15 @@ import pytest
 from benchmarks.random_checks import Shared, run
 from benchmarks.random_comparison import Allowance, WrongError
 from benchmarks.random_optimizers import OneDevice, make_optimizer
-from benchmarks.random_options import FOUND, draw, features_of
-from benchmarks.random_programs import run_all, sentence_class
+from benchmarks.random_options import FOUND, FOUND_SHARE, SHARE, draw, features_of
+from benchmarks.random_programs import BAD, run_all, sentence_class
 from benchmarks.random_tasks import RULES
 from manualpar.core.modes.global_arrays import GlobalArrays
 from manualpar.core.modes.manual import Manual
 from manualpar.core.program.program import Program
 from manualpar.core.program.step import Step
 from manualpar.training import experiment
+from tests.paths import ROOT
 
 TINY = {
     "number": -1,
@@ -58,6 +60,41 @@ def test_a_program_is_drawn_from_its_number_alone():
         *("diloco", "pipeline", "context", "NNX", "trip by checkpoint", "trip by adopt"),
     }
     assert [row["tx"] for row in rows[:4]] == [rows[0]["tx"]] * 4
+
+
+FAILED = ROOT / "tests" / "benchmarks" / "failed_programs.txt"
+
+
+def failed_programs():
+    """Returns the numbers in the table of programs that once failed."""
+    lines = FAILED.read_text(encoding="utf-8").splitlines()
+    return [int(line.split()[0]) for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix reads old names of flax.
+@pytest.mark.parametrize("number", failed_programs())
+def test_a_program_that_once_failed_is_right(devices8, number):
+    outcome, words = run(draw(number), Shared())
+    assert outcome not in BAD, words
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_programs_that_nobody_has_drawn_are_right(request):
+    """Draws `--fresh` programs anew; appends the numbers of failed ones to the table."""
+    numbers = []
+    while len(numbers) < request.config.getoption("fresh"):
+        first, share = random.SystemRandom().choice([(0, SHARE), (FOUND, FOUND_SHARE)])
+        begin = first + share * random.SystemRandom().randrange(10_000, 16_000)
+        numbers += range(begin, begin + share)  # These share what was compiled for one device.
+    bad = [
+        x for x in run_all(list(map(draw, numbers)), seconds=300, each=48) if x["outcome"] in BAD
+    ]
+    with FAILED.open("a", encoding="utf-8") as file:
+        file.writelines(f"{x['number']} {x['outcome']}: {x['words'][:80]!r}\n" for x in bad)
+    assert bad == []
 
 
 OWN = ("loss: ", "sown: ", "skipped by: ", "qwix: ", "threads", "elastic")

@@ -9,16 +9,18 @@ from absl import flags
 
 from manualpar.commands.command_line import (
     TRAINING,
+    Syntax,
     command_help,
     flags_parser,
     parse_command_line,
     parse_mesh,
-    translate,
+    translate_fields,
 )
 from manualpar.commands.compare_command import COMPARING
 from manualpar.commands.inspect_command import INSPECTING
 from manualpar.commands.main import COMMANDS, main
 from manualpar.errors import UsageError
+from manualpar.system.reports.flags import Flag
 from manualpar.training.config import (
     check_config,
     config_folder,
@@ -215,7 +217,8 @@ def test_fields_are_grouped():
 # Short forms of arguments mean what the long forms mean.
 
 
-FLAGS = ("config", "workdir", "num_processes", "compile", "seed_of_flag", "output")
+FLAGS = {name: Flag("Help.") for name in ("workdir", "num_processes", "seed_of_flag", "output")}
+SHORT = Syntax({**FLAGS, "compile": Flag("Help.", bool)}, renamed={"to": "output"})
 
 
 @pytest.mark.parametrize(
@@ -237,17 +240,18 @@ FLAGS = ("config", "workdir", "num_processes", "compile", "seed_of_flag", "outpu
         (["--to=x"], ["--output=x"]),
         (["--seed=1", "dp"], ["--config.seed=1", "dp"]),  # The command refuses the second.
         (["--data.path=a-b --c_d=e"], ["--config.data.path=a-b --c_d=e"]),
+        (["--output", "-a-b", "--seed=1"], ["--output", "-a-b", "--config.seed=1"]),
     ],
 )
 def test_arguments_are_translated(given, expected):
-    switches, renamed = ("compile",), {"to": "output"}
-    assert translate(given, flags=FLAGS, switches=switches, renamed=renamed) == expected
+    assert translate_fields(given, SHORT) == expected
 
 
 def test_the_first_argument_may_be_another_flag():
-    found = translate(["folder"], flags=FLAGS, positional="config.model.from_hf")
+    syntax = SHORT._replace(positional="config.model.from_hf")
+    found = translate_fields(["folder"], syntax)
     assert found == ["--config.model.from_hf=folder"]
-    found = translate(["one", "two"], flags=FLAGS, positional="config.model.from_hf")
+    found = translate_fields(["one", "two"], syntax)
     assert found == ["--config.model.from_hf=one", "two"]  # The command refuses the second.
 
 

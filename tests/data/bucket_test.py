@@ -70,8 +70,7 @@ def test_token_files_are_made_in_a_bucket_and_an_interrupted_call_goes_on(
     for at in (1, 3, 4):  # Before each of these requests the server begins to refuse.
         with Proxy(s3_port, lambda *request, at=at: 403 if request[2] >= at else None) as proxy:
             use_s3(port=proxy.port)
-            with pytest.raises(SystemExit):
-                tokenize(["tokenize", *flags, f"--output={there}"])
+            assert tokenize(["tokenize", *flags, f"--output={there}"]) == 2
             assert "access is refused" in capsys.readouterr().err
         use_s3()
         assert not (there / "tokens.json").is_file()
@@ -82,8 +81,7 @@ def test_token_files_are_made_in_a_bucket_and_an_interrupted_call_goes_on(
     for path in local.iterdir():
         assert (there / path.name).read_bytes() == path.read_bytes()
     assert not list((corpus.parent / "user_cache").rglob("*.bin"))
-    with pytest.raises(SystemExit):
-        tokenize(["tokenize", *flags, f"--output={there}"])
+    assert tokenize(["tokenize", *flags, f"--output={there}"]) == 2
     assert "which already holds token files" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""What docs/versions.md promises: of old names, the version, and exit codes."""
+"""What docs/versions.md promises: of old names, config fields, the version, and exit codes."""
 
 import importlib
 import re
@@ -7,9 +7,16 @@ import pytest
 
 import manualpar
 from manualpar import errors
+from manualpar.strategies import BUILT_IN, Field
 from manualpar.system import cluster
 from manualpar.training import exit_codes
+from manualpar.training.checkpoints.compatibility import REMOVED
+from manualpar.training.config_fields import FIELDS, MODEL_FIELDS
 from tests.paths import ROOT
+
+# The version of the latest release, and the config fields of all releases. A release adds its own.
+RELEASE, *_NAMES = (ROOT / "tests" / "house" / "released_fields.txt").read_text().split()
+RELEASED = frozenset(_NAMES)
 
 
 def _text(*path: str) -> str:
@@ -29,6 +36,25 @@ def test_an_import_by_an_old_name_is_told_the_new_one(old, new):
             getattr(manualpar, name)
 
 
+def _config_fields() -> dict[str, Field]:
+    groups = [FIELDS, *MODEL_FIELDS.values()]
+    groups += [{f"parallel.{x}": y for x, y in kind.fields.items()} for kind in BUILT_IN]
+    return {name: field for group in groups for name, field in group.items()}
+
+
+def test_released_config_fields_stay_known_or_are_explained():
+    """So no config of a release meets a field that is merely "not known": see `REMOVED`."""
+    known = {*_config_fields(), *REMOVED}
+    assert len(RELEASED) > 150
+    assert sorted(RELEASED - known) == []
+
+
+def test_config_fields_that_are_new_since_the_release_have_defaults():
+    """So a config of the latest release is complete."""
+    fields = _config_fields()
+    assert [x for x in fields.keys() - RELEASED if fields[x].default is None] == []
+
+
 def test_other_names_are_missing_as_anywhere():
     with pytest.raises(AttributeError, match=r"module 'manualpar' has no attribute 'nothing'$"):
         getattr(manualpar, "nothing")  # noqa: B009
@@ -39,7 +65,7 @@ def test_other_names_are_missing_as_anywhere():
 def test_all_places_name_the_same_version():
     latest = re.findall(r"(?m)^## \[(\d[\d.]*)\]", _text("CHANGELOG.md"))[0]
     [cited] = re.findall(r"(?m)^version: (.*)$", _text("CITATION.cff"))
-    assert {manualpar.__version__, cited} == {latest}
+    assert {manualpar.__version__, cited, RELEASE} == {latest}
 
 
 def test_exit_codes_are_the_documented_ones():

@@ -106,11 +106,20 @@ CASES = [
 ]
 
 
+@functools.cache
+def one_device(loss, module):
+    """Returns a function (params, batch) -> (loss, gradient), which is compiled once."""
+
+    def whole_loss(params, batch):
+        return expected(loss, module, batch, params)
+
+    return jax.jit(jax.value_and_grad(whole_loss))
+
+
 def check(program, loss, module, batch):
     state = program.init(jax.random.key(0))
     params = program.whole(state)["params"]
-    whole_loss = functools.partial(expected, loss, module, batch)
-    value, gradient = jax.jit(jax.value_and_grad(whole_loss))(params)
+    value, gradient = one_device(loss, module)(params, batch)
     state, metrics = program.train_step(state, batch)
     found = jax.tree.leaves(jax.device_get(state.opt_state))
     for g, e in zip(found, jax.tree.leaves(gradient), strict=True):

@@ -324,7 +324,7 @@ class Cast(nn.Module):
     """The model in bfloat16, with an exact head."""
 
     product: Any = None
-    kind: str = "scan"
+    kind: str = "loop"
 
     @nn.compact
     def __call__(self, x):
@@ -411,7 +411,7 @@ def train_ours_on_one_device(kind, product, device):
         ("scan", {"data": 8}, {"num_minibatches": 2}),
         slow("loop", {"data": 4, "model": 2}, {}),
         slow("scan", {"data": 4, "stage": 2}, {"pipeline": Pipeline(), "num_minibatches": 2}),
-        slow("loop", {"data": 2, "context": 4}, {"context_axis": "context"}),
+        slow("loop", {"data": 4, "context": 2}, {"context_axis": "context"}),
     ],
 )
 def test_our_products_err_no_more_on_several_devices(devices8, product, kind, axes, options):

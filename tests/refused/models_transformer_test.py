@@ -106,6 +106,7 @@ REFUSED = [
         ({"rope_scaling": "ntk"}, "RotaryScaling: kind is 'ntk', expected one of '', 'linear"),
         ({"rope_attention_factor": 2.0}, "RotaryScaling: attention_factor is 2.0, expected 0, bec"),
         ({"rope_scaling": "longrope"}, r"RotaryScaling: short_factors is \(\), expected a number"),
+        ({"rope_scaling": "longrope"}, r"RotaryScaling: .* config\.model\.rope_short_factors\."),
         ({"rotary_features": 3}, "Rotary: features is 3, expected an even number, or 0"),
         ({"rotary_features": 64}, "Transformer: rotary.features is 64, expected at most the"),
         ({"rope_factor": 0.5}, "RotaryScaling: factor is 0.5, expected at least 1"),

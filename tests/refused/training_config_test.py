@@ -119,6 +119,8 @@ WRONG = (
     ("optimizer.arguments", {"nestrov": True}, "has 'nestrov', which optax.adamw does not have, "),
     ("optimizer.arguments", {"nestrov": True}, "expected 'b1', 'b2', 'eps', 'eps_root', 'mu_dty"),
     ("optimizer.arguments", {"nestrov": True}, "; the nearest one is 'nesterov'."),
+    ("optimizer.arguments", {1: 8}, "has 1, which optax.adamw does not have, "),
+    ("training.trackers", 3, "trackers is 3, expected a tuple of names among "),
     ("optimizer.arguments", {"nesterov": 1}, "nesterov=1, expected True or False, as optax.ada"),
     ("optimizer.arguments", {"eps": "1e-8"}, "has eps='1e-8', expected a finite number, as opt"),
     ("optimizer.arguments", {"eps": True}, "has eps=True, expected a finite number"),

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manualpar.errors import USAGE_EXIT_CODE, UsageError, print_error
-from manualpar.system.reports.help_text import OneSentenceParser
+from manualpar.system.reports.flags import Flag, parse_flags
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "templates").iterdir())}
 DEFAULT_COMMAND = ("manualpar", "train", "fsdp_lm", "--checkpoint.every_steps=500")
@@ -42,14 +42,11 @@ def main(argv: Sequence[str]) -> int:
     """Prints the file that the command line `argv` describes; returns the exit code."""
     arguments = list(argv[1:])
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    description = (__doc__ or "").replace("manualpar launch", "{program}", 1)
-    parser = OneSentenceParser(
-        prog=argv[0], description=description.partition("\n\nA template is")[0], allow_abbrev=False
-    )
-    parser.add_argument("--template", required=True, choices=FILES, help="The kind of the file.")
-    for name, text in HELP.items():
-        parser.add_argument(f"--{name}", help=text)
-    flags = vars(parser.parse_args(arguments[:at]))
+    usage = (__doc__ or "").replace("manualpar launch", "{program}", 1)
+    usage = usage.partition("\n\nA template is")[0]
+    options = {name.replace("-", "_"): Flag(text) for name, text in HELP.items()}
+    kind = Flag("The kind of the file.", choices=[*FILES], is_required=True)
+    flags = vars(parse_flags([*argv[:1], *arguments[:at]], usage, {"template": kind, **options}))
     template = flags.pop("template")
     values = {name: value for name, value in flags.items() if value is not None}
     try:

@@ -37,12 +37,14 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from manualpar.errors import UsageError
 from manualpar.system.cluster import job_template
 from manualpar.system.cluster.stopping import STOP_SIGNALS
-from manualpar.system.reports.help_text import OneSentenceParser
+from manualpar.system.reports.flags import Flag, parse_flags
 
 NOT_STARTED_EXIT_CODE = 127
 TOKEN_VARIABLE = "MANUALPAR_TOKEN"
@@ -52,6 +54,16 @@ POLL_SECONDS = 0.05
 # The system closes the connections of a killed process before it reports the end of this process.
 # So other processes may fail earlier. For this long a killed process counts as the first.
 SETTLE_SECONDS = 1.0
+FLAGS: Mapping[str, Flag] = {
+    "processes": Flag("The number of processes.", int, is_required=True),
+    "devices_per_process": Flag("The number of CPU devices that each process simulates.", int),
+    "grace": Flag(
+        "The seconds that the other processes have to end after a failure.",
+        float,
+        15.0,
+        value="SECONDS",
+    ),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,42 +71,30 @@ def main(argv: Sequence[str]) -> int:
     own, command = _split(argv[1:])
     if any(argument.partition("=")[0] == "--template" for argument in own):
         return job_template.main(argv)
-    parser = OneSentenceParser(
-        prog=argv[0],
-        description=(__doc__ or "").replace("manualpar launch", "{program}", 1),
-        allow_abbrev=False,
-    )
-    parser.add_argument("--processes", required=True, help="The number of processes.")
-    parser.add_argument(
-        "--devices-per-process", help="The number of CPU devices that each process simulates."
-    )
-    parser.add_argument(
-        "--grace",
-        default="15",
-        help="The seconds that the other processes have to end after a failure. [default 15]",
-    )
-    options = parser.parse_args(own)
+    usage = (__doc__ or "").replace("manualpar launch", "{program}", 1)
 
-    def parse_count(name: str, text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= MOST):
-            parser.error(f"{name}={text}: expected a positive integer such as 2, at most {MOST}.")
-        return int(text)
+    def check(flags: types.SimpleNamespace) -> None:
+        _check_numbers(flags)
+        if not command:
+            raise UsageError(
+                "no command, expected one after the flags, such as manualpar train fsdp."
+            )
 
-    processes = parse_count("--processes", options.processes)
-    devices = options.devices_per_process
-    if devices is not None:
-        devices = parse_count("--devices-per-process", devices)
-    try:
-        grace = float(options.grace)
-    except ValueError:
-        grace = -1.0
-    if not 0 <= grace < float("inf"):
-        parser.error(f"--grace={options.grace}: expected a number of seconds.")
-    if not command:
-        parser.error("no command, expected one after the flags, such as manualpar train fsdp.")
+    flags = parse_flags([argv[0], *own], usage, FLAGS, check=check)
     if command[0].endswith(".py") and not os.access(command[0], os.X_OK):
         command = [sys.executable, *command]
-    return _launch(command, processes, devices, grace)
+    return _launch(command, flags.processes, flags.devices_per_process, flags.grace)
+
+
+def _check_numbers(flags: types.SimpleNamespace) -> None:
+    for name in ("processes", "devices_per_process"):
+        count = getattr(flags, name)
+        if count is not None and not 0 < count <= MOST:
+            raise UsageError(
+                f"--{name}={count}: expected a positive integer such as 2, at most {MOST}."
+            )
+    if not 0 <= flags.grace < float("inf"):
+        raise UsageError(f"--grace={flags.grace}: expected a number of seconds.")
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

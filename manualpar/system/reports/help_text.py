@@ -1,18 +1,14 @@
-"""The text of `--help`, wrapped at the width of the terminal, and a parser for simple commands.
+"""The text of `--help`, wrapped at the width of the terminal.
 
 The width is the terminal's number of columns, or 80 without a terminal; the environment variable
 `COLUMNS` sets another width. Text is wrapped only between words, so that it can be searched.
 """
 
-import argparse
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
-from typing import Any, NoReturn
-
-from manualpar.errors import USAGE_EXIT_CODE
 
 NAMES_WIDTH = 26  # The column at which the help of a flag begins.
 
@@ -75,36 +71,3 @@ def print_help(text: str) -> None:
     except BrokenPipeError:
         # Python flushes stdout once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-class OneSentenceParser(argparse.ArgumentParser):
-    """A parser that prints a usage error in one line, and ends the process with exit code 2.
-
-    Flags are defined with dashes. An underscore in a flag's name means the same as a dash. `--help`
-    begins with the description, in which `{program}` stands for the program's name.
-    """
-
-    def __init__(self, *, prog: str, description: str, **options: Any) -> None:
-        """Makes a parser; `options` are other arguments of `argparse.ArgumentParser`."""
-        super().__init__(
-            prog=prog,
-            usage=argparse.SUPPRESS,
-            description=wrap_text(description.replace("{program}", prog)),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            **options,
-        )
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses arguments, see `argparse.ArgumentParser.parse_known_args`."""
-        given = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args([_with_dashes(x) for x in given], namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message in one line, and ends the process with exit code 2."""
-        self.exit(USAGE_EXIT_CODE, f"error: {message}\n")
-
-
-def _with_dashes(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    is_flag = name.startswith("--") and " " not in name
-    return (name.replace("_", "-") if is_flag else name) + equals + value

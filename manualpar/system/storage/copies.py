@@ -1,6 +1,5 @@
 """Local copies of files in buckets, for libraries that read only local files."""
 
-import argparse
 import atexit
 import contextlib
 import hashlib
@@ -42,15 +41,6 @@ def _expand(path: Path) -> Path:
             f"{path}: the home folder is not known, expected a path without ~, or HOME in the "
             "environment."
         ) from None
-
-
-def path_flag(text: str) -> AnyPath:
-    """Parses a path as `user_path` does; for the argument `type` of an `argparse` flag."""
-    try:
-        return user_path(text)
-    # For a `ValueError`, argparse would print the path, which may contain a password.
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def local_path(text: GivenPath, name: str) -> Path:

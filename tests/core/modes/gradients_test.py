@@ -442,6 +442,16 @@ def grouped_gradient(mean_loss, batch, mesh, axes, num_minibatches):
     return jax.jit(jax.grad(loss))(PARAMS)
 
 
+# The gradient of the global mean is tested on every mesh. What a loss couples depends on the axes.
+on_two_meshes = pytest.mark.parametrize(
+    "mesh8",
+    [{"data": 4, "model": 2}, {"replica": 2, "data": 2, "model": 2}],
+    ids=["two axes", "three axes"],
+    indirect=True,
+)
+
+
+@on_two_meshes
 def test_a_loss_that_is_the_same_on_all_devices_has_its_whole_gradient(mesh8):
     batch, names = make_batch(64), mesh8.axis_names
     for axes in {names, names[:1]}:
@@ -452,6 +462,7 @@ def test_a_loss_that_is_the_same_on_all_devices_has_its_whole_gradient(mesh8):
         chex.assert_trees_all_close(grads, expected, rtol=5e-5, atol=1e-6)
 
 
+@on_two_meshes
 @pytest.mark.parametrize("form", ["own", pytest.param("whole", marks=pytest.mark.slow)])
 def test_a_loss_that_couples_examples_couples_those_of_a_minibatch(mesh8, form):
     batch, names, loss_fn = make_batch(32), mesh8.axis_names, contrastive_loss(form)

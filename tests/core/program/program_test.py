@@ -2,7 +2,6 @@ import chex
 import cloudpickle
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,75 +12,11 @@ from manualpar.core.modes.manual import Manual
 from tests.one_device import train_on_one_device, train_program
 from tests.tiny import BATCHES, TOLERANCE, Classifier, loss_fn, make_batch
 
-OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.1),
-    "adam": lambda: optax.adam(1e-2),
-    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.5)),
-}
-
-
-@pytest.fixture(scope="module")
-def references():
-    return {
-        name: train_on_one_device(Classifier(), make(), BATCHES, loss_fn, train=False)
-        for name, make in OPTIMIZERS.items()
-    }
-
 
 def build(builder, mesh, tx, *, batch=BATCHES[0], model=None, **kwargs):
     if builder is fsdp:
         kwargs.setdefault("min_weight_size", 16)
     return builder(model or Classifier(), tx, loss_fn, mesh=mesh, batch=batch, **kwargs)
-
-
-def assert_equal_on_all_devices(tree):
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        seen = {}
-        for shard in x.addressable_shards:
-            index = str(shard.index)
-            data = np.asarray(
-                jax.random.key_data(shard.data)
-                if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-                else shard.data
-            )
-            np.testing.assert_array_equal(seen.setdefault(index, data), data, err_msg=str(path))
-
-
-@pytest.mark.parametrize(
-    ("builder", "num_devices", "optimizer"),
-    [
-        (data_parallel, 4, "clip"),
-        pytest.param(data_parallel, 1, "adam", marks=pytest.mark.slow),
-        pytest.param(fsdp, 1, "sgd", marks=pytest.mark.slow),
-        pytest.param(fsdp, 2, "clip", marks=pytest.mark.slow),
-        (fsdp, 8, "adam"),
-    ],
-)
-def test_ten_steps_equal_the_single_device(devices8, references, builder, num_devices, optimizer):
-    mesh = make_mesh({"data": -1}, devices8[:num_devices])
-    program = build(builder, mesh, OPTIMIZERS[optimizer]())
-    expected = references[optimizer]
-    initial = jax.device_get(program.init(jax.random.key(0)).params)
-    state, losses = train_program(program, BATCHES)
-    chex.assert_trees_all_equal(initial, expected.initial)
-    chex.assert_trees_all_close(jax.device_get(state.params), expected.params, **TOLERANCE)
-    np.testing.assert_allclose(losses, expected.losses, **TOLERANCE)
-    assert_equal_on_all_devices(state)
-    assert state.step == 10
-
-
-@pytest.mark.parametrize(
-    "axis_name", ["data", pytest.param(("data", "model"), marks=pytest.mark.slow)], ids=str
-)
-def test_every_factorisation_of_the_mesh(mesh8, references, axis_name):
-    if "model" in axis_name and "model" not in mesh8.axis_names:
-        pytest.skip("the mesh has no such axis")
-    program = build(
-        fsdp, mesh8, optax.sgd(0.1), axis_name=axis_name, num_minibatches=2, use_scan=True
-    )
-    state, losses = train_program(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, references["sgd"].losses[:3], **TOLERANCE)
-    assert_equal_on_all_devices(state)
 
 
 @pytest.mark.parametrize(("builder", "use_scan"), [(data_parallel, True), (fsdp, False)])

@@ -52,8 +52,13 @@ def test_xla_is_attention(name):
     assert_is_attention(*given, documents, kind="xla", **options)
 
 
-@pytest.mark.parametrize("block", [3, 16])
-@pytest.mark.parametrize("name", CASES | CAPPED)
+# A single block has no loop over blocks, so that few cases stand for all.
+IN_ONE = ("documents, window", "chunks and a rest, documents", "a cap, window")
+
+
+@pytest.mark.parametrize(
+    ("name", "block"), [*((x, 3) for x in CASES | CAPPED), *((x, 16) for x in IN_ONE)]
+)
 def test_blocks_are_attention(monkeypatch, name, block):
     """Several blocks, of which the last one may be filled, or a single one."""
     monkeypatch.setattr(blockwise_attention, "CPU_BLOCK", block)

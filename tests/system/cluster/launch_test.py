@@ -238,11 +238,14 @@ def test_the_command_needs_no_dashes_before_it(tmp_path):
         (["--processes=2"], "no command, expected one after the flags"),
         (["--processes=2", "--"], "no command, expected one after the flags"),
         (["--processes=0", "--", "x"], "--processes=0: expected a positive integer"),
-        (["--processes=two", "--", "x"], "--processes=two: expected a positive integer"),
-        (["--", "x"], "required: --processes"),
+        (["--processes=two", "--", "x"], "--processes=two: expected an integer"),
+        (["--", "x"], "--processes=NUMBER is missing: The number of processes."),
         (["--processes=2", "--devices-per-process=-1", "--", "x"], "expected a positive integer"),
         (["--processes=2", "--grace=nan", "--", "x"], "--grace=nan: expected a number of seconds"),
-        (["--processes=2", "--proces=3", "--", "x"], "unrecognized arguments: --proces=3"),
+        (
+            ["--processes=2", "--proces=3", "--", "x"],
+            "--proces is not a known flag; the nearest one is --processes",
+        ),
     ],
 )
 def test_mistakes_are_a_sentence(capsys, arguments, message):

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from manualpar.system.reports.help_text import (
-    OneSentenceParser,
     fill,
     list_flags,
     print_help,
@@ -62,13 +61,6 @@ def test_a_flag_has_its_help_beside_it(monkeypatch):
         "  --a-flag-with-a-long-name=TEXT",
         "                          Help.",
     ]
-
-
-def test_a_parser_begins_its_help_with_the_description(narrow, capsys):
-    parser = OneSentenceParser(prog="do", description=TEXT)
-    with pytest.raises(SystemExit, match="0"):
-        parser.parse_args(["--help"])
-    assert "\ndo COMMAND [--one=<number>]\n    [--two=<number>]" in capsys.readouterr().out
 
 
 def test_a_reader_may_close_the_pipe(monkeypatch):
