@@ -707,6 +707,8 @@ def _finds_scale(eqn: Any) -> bool:
     Each device has a scale of its own positions. It changes only how the product is rounded.
     """
     return bool({FLOAT8_SCOPE, INT8_SCOPE} & {*scope_names(str(eqn.source_info.name_stack))})
+
+
 _INLINE = frozenset(
     """
     call_hi_primitive checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit remat2

@@ -47,9 +47,20 @@ are not stacked are summed over the `N` stages once a step: `2 b (P / S) (N - 1)
 Under `diloco` the replicas train separately. A step sends the bytes of one replica's program on
 that replica's part of the mesh. `outer_step_bytes` counts the bytes of the outer step.
 
+An optimizer that multiplies matrices, such as Muon, runs on whole matrices, see
+`manualpar.core.program.whole_matrices`. For a group of `M` matrices of `s` bytes each, whose dims
+are sharded over axes of `n_1, n_2, ...` devices (`n` is their product), a device sends for each
+input and each result of the function
+
+    an all-to-all over each of these axes                           M s / n (n_i - 1) / n_i
+
+`M` counts the matrices of which a device has a part, and repeats that make `M` a multiple of `n`.
+If `C` devices with the same parts divide the matrices, `M` is a multiple of `n C`, an all-to-all
+sends `1 / C` of this, and an all-gather of each result sends `M s / n (C - 1) / C`.
+
 The formulas do not count: collectives of split layers, of metrics, of example counts, and of
 variables outside `params`; activations that stages send; collectives that the compiler inserts for
-an optimizer that is not elementwise.
+an optimizer that is not elementwise, if this optimizer is left to it (see `matrix_functions`).
 """
 
 import dataclasses
@@ -65,17 +76,20 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.collectives import EXACT, CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Route
+from manualpar.core.parameters.placement import ParameterInfo, Route, partition
 from manualpar.core.program.program import Program
+from manualpar.core.program.whole_matrices import MatrixFunctions
 from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
     EXAMPLES_SCOPE,
     GATHER_SCOPE,
+    MATRICES_SCOPE,
     METRICS_SCOPE,
     NEW_PARAMS_SCOPE,
     NONFINITE_SCOPE,
+    OPTIMIZER_SCOPE,
     OUTER_SCOPE,
     PIPELINE_SCOPE,
     REDUCE_SCOPE,
@@ -589,6 +603,42 @@ def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
 
 
 # -------------------------------------------------------------------------------------------------
+# Predicts the collectives of an optimizer's matrix functions.
+
+
+def matrix_functions(program: Program) -> MatrixFunctions | None:
+    """Finds the matrix functions of a program's optimizer.
+
+    Returns:
+      The functions that run on whole matrices, and the parameters whose update is left to XLA;
+      `None` if XLA writes all collectives of the update.
+    """
+    if program.outer is not None:
+        program = program.outer.inner
+    update, state = program.step.update, program.unpadded_state
+    if not update.mode.writes_collectives:
+        return None
+    params, _ = partition(program.placements, state.params)
+    return update.matrix_functions(state.tx, params, state.opt_state, state.collections)
+
+
+def matrix_collectives(program: Program) -> Iterator[Collective]:
+    """Yields the collectives of a step for the optimizer's matrix functions."""
+    functions, scope = matrix_functions(program), f"{OPTIMIZER_SCOPE}/{MATRICES_SCOPE}"
+    for group in functions.groups if functions else ():
+        owners = math.prod(axes_size(program.mesh, axes) for _, axes in group.exchanged)
+        copies = axes_size(program.mesh, group.copies)
+        part = math.prod(group.shape) // owners
+        for dtype in (*group.inputs, *group.outputs):
+            for _, axes in group.exchanged:
+                size, operand = axes_size(program.mesh, axes), (group.padded // copies, part)
+                yield Collective("all_to_all", axes, size, operand, dtype, 1, scope)
+        for dtype in group.outputs if group.copies else ():
+            operand = (group.padded // copies, part)
+            yield Collective("all_gather", group.copies, copies, operand, dtype, 1, scope)
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 # The scopes of collectives that `step_bytes` does not count.
@@ -603,7 +653,7 @@ OTHER_SCOPES = (
 
 
 def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str, ...], Fraction]:
-    """Predicts the bytes that a device sends in a step for parameters and gradients.
+    """Predicts the bytes that a device sends in a step for parameters, gradients and updates.
 
     Args:
       program: The program. In modes `auto` and `explicit` the prediction holds if the compiler
@@ -628,6 +678,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
         )
     if program.outer is not None:
         program = program.outer.inner
+    of_update = tuple(matrix_collectives(program))
     if program.pipeline is None:
         m, strategy = program.num_minibatches, program.strategy
         pairs = [(pair, strategy.sends(m, pair[1].keep)) for pair in program.parameters]
@@ -638,24 +689,29 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
                 (pair, sends(m, pair[1].keep))
                 for pair in zip(*map(jax.tree.leaves, trees), strict=True)
             ]
-        return _bytes_of(program, ((pair, Uses(sent, backward=m)) for pair, sent in pairs))
+        uses = ((pair, Uses(sent, backward=m)) for pair, sent in pairs)
+        return _bytes_of(program, uses, of_update)
     form = PipelineForm(program)
     stages = form.stages(stage)
     sent = [
-        _bytes_of(program, zip(program.parameters, form.uses(one), strict=True)) for one in stages
+        _bytes_of(program, zip(program.parameters, form.uses(one), strict=True), of_update)
+        for one in stages
     ]
     return max(sent, key=lambda by_axes: sum(by_axes.values()))
 
 
 def _bytes_of(
-    program: Program, uses: Iterable[tuple[tuple[ParameterInfo, Route], Uses]]
+    program: Program,
+    uses: Iterable[tuple[tuple[ParameterInfo, Route], Uses]],
+    of_update: Iterable[Collective],
 ) -> dict[tuple[str, ...], Fraction]:
     """Sums the bytes that a device sends for parameters, given the uses of each parameter."""
-    return bytes_by_axes(
+    of_each = (
         x
         for (info, place), used in uses
         for x in ParameterForm(program, info, place).collectives(used)
     )
+    return bytes_by_axes((*of_each, *of_update))
 
 
 def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:

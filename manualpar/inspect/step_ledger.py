@@ -41,7 +41,7 @@ from manualpar.inspect.communication import (
     trace_collectives,
 )
 from manualpar.inspect.compiled import Compiled, read_compiled
-from manualpar.inspect.expected_bytes import outer_step_bytes, step_bytes
+from manualpar.inspect.expected_bytes import matrix_functions, outer_step_bytes, step_bytes
 from manualpar.inspect.flops import Computation, ProductReader, by_phase_and_module, uncounted
 from manualpar.inspect.ledger_difference import LOW_PRECISION
 from manualpar.inspect.memory import Memory, step_memory
@@ -241,6 +241,8 @@ def ledger(
         )
     if ours and (codes := describe_codes(ours.comm)):
         notes.append(f"sent quantized: {codes}")
+    if ours and ours.mode == "manual":
+        notes += _left_to_xla(ours, is_compiled=compile)
     if ours and ours.outer is not None:
         by_axes = outer_step_bytes(ours).items()
         sent_by_axes = ", ".join(
@@ -271,6 +273,21 @@ def ledger(
     compiled = read_compiled(traced.lower().compile(), stage=sending.stage)
     changes = find_changes(collectives, compiled.collectives, root=root)
     return dataclasses.replace(result, compiled=compiled, changes=changes)
+
+
+def _left_to_xla(program: Program, *, is_compiled: bool) -> Iterator[str]:
+    """Yields a note for each reason why XLA writes collectives of the optimizer's update."""
+    functions = matrix_functions(program)
+    reasons: dict[str, list[str]] = {}
+    for path, reason in functions.left.items() if functions else ():
+        reasons.setdefault(reason, []).append(path)
+    where = "among the changes" if is_compiled else "only in the compiled program"
+    for reason, paths in reasons.items():
+        more = f" and {len(paths) - 2} others" if len(paths) > 2 else ""
+        yield (
+            f"the update of {', '.join(paths[:2])}{more} is left to XLA, because {reason}; what "
+            f"XLA sends for it is {where}"
+        )
 
 
 def trace_outer_steps(program: Program) -> tuple[Collective, ...]:

@@ -1,9 +1,11 @@
 """Applies the optimizer's update in a step, to global arrays.
 
 An optimizer gets parameters, gradients and its state as on one device: global arrays without
-padding. So the norms, means and matrices that it computes are the same as on one device. XLA
-inserts the collectives that the optimizer needs. Parameters, gradients and state have equal
-shardings, so an elementwise optimizer needs none.
+padding. So the norms, means and matrices that it computes are the same as on one device.
+Parameters, gradients and state have equal shardings, so an elementwise optimizer needs no
+collectives. In mode `manual` an optimizer that multiplies matrices, such as Muon, runs on whole
+matrices, see `manualpar.core.program.whole_matrices`. XLA inserts the collectives that any other
+optimizer needs.
 
 With ZeRO-1 and -2 parameters are replicated between steps, and the optimizer's state is sharded.
 These parameters are sliced before the update and gathered after it. The slicing sends nothing.
@@ -21,20 +23,27 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.modes.mode import Mode
 from manualpar.core.parameters.placement import (
     Placement,
+    like_params,
     map_in_scopes,
     map_padded,
     param_specs,
     state_specs,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
+from manualpar.core.program.whole_matrices import (
+    MatrixFunctions,
+    MatrixParameter,
+    has_matrices,
+)
 from manualpar.core.summary import Summarized, leaf_types
 from manualpar.core.tracing.scopes import OPTIMIZER_SCOPE
-from manualpar.core.trees import Grads, Infos, OptState, Params, Placements
+from manualpar.core.trees import Grads, Infos, OptState, Params, Placements, path_name
 
 # An optimizer, or a function that makes it from the tree of the parameters' `ParameterInfo`s.
 Optimizer: TypeAlias = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
@@ -91,8 +100,9 @@ class Update(Summarized):
           The parameters and the state in the specs in which they are stored, and norms by name.
 
         Communication:
-          One all-gather for each parameter that is replicated while its state is sharded. The
-          compiler adds collectives if the optimizer is not elementwise.
+          One all-gather for each parameter that is replicated while its state is sharded. Two
+          all-to-alls for each group of matrices, see `whole_matrices`. The compiler adds
+          collectives if the rest of the optimizer is not elementwise.
         """
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._map(self._shard, params)
@@ -107,7 +117,7 @@ class Update(Summarized):
             offered = {"value": value, "grad": grads, "value_fn": value_fn}
             if collections:
                 offered["collections"] = collections
-            updates, opt_state = _updates(tx, grads, opt_state, params, offered)
+            updates, opt_state = self._run_optimizer(tx, (grads, opt_state, params), offered)
             _check_state(before, opt_state)
             with explain_optimizer("adding its updates to the parameters"):
                 new_params = optax.apply_updates(params, updates)
@@ -123,6 +133,60 @@ class Update(Summarized):
                 norms["parameter_norm"] = global_norm(new_params)
             opt_state = map_padded(pad_leaf, opt_state, self.opt_padding)
             return self._store(new_params), opt_state, norms
+
+    def _run_optimizer(
+        self, tx: optax.GradientTransformation, args: tuple[Any, ...], offered: dict[str, Any]
+    ) -> Any:
+        """Returns the updates and the new state, from the gradients, the state and parameters."""
+
+        def update(grads: Grads, state: Any, params: Params) -> tuple[Any, Any]:
+            return _updates(tx, grads, state, params, {**offered, "grad": grads})
+
+        if not self.mode.writes_collectives:
+            return update(*args)
+        closed, out = jax.make_jaxpr(update, return_shape=True)(*args)
+        functions = self._search(closed, args) if has_matrices(closed.jaxpr) else None
+        if functions is None or not functions.groups:
+            return update(*args)
+        flat = functions.run(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), flat)
+
+    def matrix_functions(
+        self,
+        tx: optax.GradientTransformation,
+        params: Params,
+        opt_state: OptState,
+        collections: Any,
+    ) -> MatrixFunctions:
+        """Finds the matrix functions of an optimizer, without a step.
+
+        Parameters (the trained ones) and state are shapes without padding. `collections` are the
+        shapes of the model's collections.
+        """
+        zeros = _with_gradient(lambda params: (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)))
+
+        def update(grads: Grads, state: Any, params: Params) -> tuple[Any, Any]:
+            offered = {"value": jnp.zeros(()), "grad": grads, "value_fn": zeros}
+            if collections:
+                offered["collections"] = jax.tree.map(jnp.zeros_like, collections)
+            return _updates(tx, grads, state, params, offered)
+
+        args = params, opt_state, params
+        return self._search(jax.make_jaxpr(update)(*args), args)
+
+    def _search(self, closed: ClosedJaxpr, args: tuple[Any, ...]) -> MatrixFunctions:
+        """Searches the matrix functions in the trace of an update of `(grads, state, params)`."""
+        _, state, params = args
+        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        places = jax.tree.leaves(self.placements)
+        parameters = [
+            MatrixParameter.of(path_name(path), x, place)
+            for (path, x), place in zip(leaves, places, strict=True)
+        ]
+        index = jax.tree.unflatten(tree, range(len(leaves)))
+        owners = jax.tree.leaves((index, like_params(state, params, index, -1), index))
+        of = [owner if owner >= 0 else None for owner in owners]
+        return MatrixFunctions(closed, of, parameters, self.mode)
 
     def _shard(self, place: Placement, x: jax.Array) -> jax.Array:
         """Slices a replicated parameter like its optimizer state, and removes padding."""
