@@ -36,7 +36,7 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.errors import suggest
 from manualpar.inspect.compiled import Instruction, Instructions, array_bytes, arrays
-from manualpar.inspect.flops import flops_of, product_dtype
+from manualpar.inspect.flops import flops_of, is_narrow, product_dtype
 from manualpar.inspect.throughput import PEAKS, peak_flops
 from manualpar.layers.attention.causal_attention import Device
 
@@ -60,6 +60,11 @@ FITTED_ATTENTION = {"torus": 0.444, "nodes": 0.401}
 SAME_PRODUCTS = {"h200": "h100"}
 
 
+def without_format(dtype: str) -> str:
+    """Returns a dtype as tables of peaks name it: all formats of 8 bits are `float8`."""
+    return "float8" if dtype.startswith("float8") else dtype
+
+
 class KernelSpeed(NamedTuple):
     """How long attention takes on GPUs, forward and backward, fitted to measurements.
 
@@ -81,11 +86,16 @@ MEASURED_PRODUCTS = {"h200": 0.743}
 # Half of the kernels that were timed on an H200 give these numbers, and the other half tests them
 # (`python -m benchmarks.measured_kernels`).
 CUDNN = KernelSpeed(share=0.637, number_bytes=82.7, mask_bytes=21.1, start=84e-6)
-# How much faster products in float8 are than in 16 bits, on GPUs that have them: the peak is twice
-# as high, and products reach less of it. XLA may have to transpose weights for them; this time is
-# not in the number.
+# How much faster products in float8 are than in 16 bits on an H200, whose peak is twice as high:
+# they reach less of it. Products in float8 and int8 of other chips are assumed to reach as little.
+# A chip without a peak for a narrow dtype multiplies such operands as bfloat16.
 FLOAT8_GAIN = 1.79
-HAS_FLOAT8 = ("9.0", "10.0")
+# Passes over what rounding to a narrow dtype reads and writes, and bytes per second that XLA reads
+# and writes when it transposes codes in float8, both on an H200. The second is far below the
+# memory's bandwidth, so it is the same for all GPUs that need it, of this compute capability.
+ROUNDED_PASSES = 2.35
+TRANSPOSED = 0.377e12
+TRANSPOSES_FLOAT8 = ("9.0",)
 # Passes over what the products of attention in blocks read and write, in place of the one pass
 # that elementwise operations around other products take.
 BLOCK_PASSES = 1.56
@@ -173,10 +183,15 @@ class Chip:
 
     def product_rate(self, dtype: str) -> float:
         """Returns the FLOP/s that products reach; raises `ValueError` if no peak is known."""
-        if dtype.startswith("float8"):
-            gain = FLOAT8_GAIN if self.compute_capability in HAS_FLOAT8 else 1.0
+        if is_narrow(dtype):
+            wide, narrow = self.peak("bfloat16"), self.flops.get(without_format(dtype), 0.0)
+            gain = max(1.0, FLOAT8_GAIN / 2 * narrow / wide)
             return gain * self.product_rate("bfloat16")
         return self.peak(dtype) * self.flops_efficiency
+
+    def multiplies_in(self, dtype: str) -> bool:
+        """Returns whether the chip has products of a narrow dtype."""
+        return without_format(dtype) in self.flops
 
     @property
     def abstract_device(self) -> AbstractDevice | None:
