@@ -194,14 +194,14 @@ class Chip:
         return without_format(dtype) in self.flops
 
     @property
-    def abstract_device(self) -> AbstractDevice | None:
-        """The kind of GPU that a plan without a compiler traces programs for; `None` for TPUs.
+    def abstract_device(self) -> AbstractDevice:
+        """The device that a plan without a compiler traces programs for.
 
-        On GPUs strategies shard other dims, and split sequences are attended in another way. On
-        TPUs both are as if no device were known. But a kernel would replace attention in blocks,
-        from which FLOPs are read.
+        On each platform strategies shard other dims, and layers and experts run in other ways. But
+        a kernel would replace attention in blocks, from which FLOPs are read. So the number of
+        cores, which every TPU has, is left out.
         """
-        return None if self.is_tpu else AbstractDevice(self.device_kind, None, "gpu")
+        return AbstractDevice(self.device_kind, None, "tpu" if self.is_tpu else "gpu")
 
     @property
     def device(self) -> Device:
