@@ -38,7 +38,7 @@ from manualpar.core.model.options import (
 from manualpar.core.model.trace_model import OtherModel, TracedModel, trace_model
 from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
 from manualpar.core.modes.gradients import scanned, unrolled
-from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, memory_of
+from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, hosts_of, memory_of
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import (
@@ -794,6 +794,7 @@ def _layer_loops(step: Step, jitted: JittedSteps, option: Remat) -> LayerLoops:
         held_bytes=held,
         gradient_bytes=shards(state.params),  # As large as the parameters.
         parts=1 if step.mode.writes_collectives else jitted.mesh.size,
+        hosts=hosts_of(jitted.mesh),
     )
 
 

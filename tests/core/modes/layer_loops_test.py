@@ -157,6 +157,14 @@ def test_the_first_choice_that_fits(devices8, monkeypatch):
         choice = build("marked", devices8).layer_choice
     assert choice[:2] == DOTS[:2]
     assert "would compile for long" in choice.why
+    monkeypatch.setattr(layer_loops, "count_hosts", lambda mesh: 2)
+    with planned_memory(2**21):
+        loop, written_out = (
+            build(name, devices8).layer_choice for name in ("marked", "marked, written out")
+        )
+    assert loop[:2] == DOTS[:2]
+    assert "gathers between 2 hosts would be exposed" in loop.why
+    assert written_out[:2] == UNROLLED[:2]  # It has no loop that could stay one.
 
 
 def test_a_loop_keeps_what_products_make(devices8, monkeypatch):
