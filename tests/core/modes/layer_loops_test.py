@@ -157,14 +157,23 @@ def test_the_first_choice_that_fits(devices8, monkeypatch):
         choice = build("marked", devices8).layer_choice
     assert choice[:2] == DOTS[:2]
     assert "would compile for long" in choice.why
+
+
+def test_loops_stay_loops_between_hosts_where_they_gather_early(devices8, monkeypatch):
+    choose(monkeypatch, UNROLLED, DOTS, FULL)
     monkeypatch.setattr(layer_loops, "count_hosts", lambda mesh: 2)
-    with planned_memory(2**21):
-        loop, written_out = (
-            build(name, devices8).layer_choice for name in ("marked", "marked, written out")
-        )
-    assert loop[:2] == DOTS[:2]
-    assert "gathers between 2 hosts would be exposed" in loop.why
-    assert written_out[:2] == UNROLLED[:2]  # It has no loop that could stay one.
+    early = {"compiler_options": {layer_loops.BUFFERING: True}}
+    rows = [
+        ("marked", DOTS, early),
+        ("marked, written out", UNROLLED, early),  # It has no loop that could stay one.
+        ("marked", UNROLLED, {}),
+        ("marked", UNROLLED, early | {"mode": "auto"}),
+    ]
+    for name, expected, options in rows:
+        with planned_memory(2**21):
+            choice = build(name, devices8, **options).layer_choice
+        assert choice[:2] == expected[:2], (name, options)
+        assert ("gathers between 2 hosts would be exposed" in choice.why) == (expected == DOTS)
 
 
 def test_a_loop_keeps_what_products_make(devices8, monkeypatch):
