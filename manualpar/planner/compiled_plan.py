@@ -28,7 +28,7 @@ from manualpar.inspect.compiled import (
     arrays,
     permuted_pairs,
 )
-from manualpar.inspect.flops import CUDNN_PRODUCTS
+from manualpar.inspect.flops import CUDNN_PRODUCTS, is_narrow
 from manualpar.inspect.scope_parsing import compiled_scopes, module_of, phase_of
 from manualpar.inspect.throughput import Throughput
 from manualpar.planner.compiled_timeline import (
@@ -347,7 +347,7 @@ _CUDNN = {
     "__cudnn$fmhaScaleBiasSoftmaxBackward": "dot_product_attention_bwd_wrapper",
     "__cudnn$fmhaSoftmaxBackward": "dot_product_attention_bwd_wrapper",
 }
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
 # Opcodes that read a part of their first operand.
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 
@@ -446,8 +446,8 @@ def _bandwidth(chip: Chip) -> float:
 def _flops_rate(chip: Chip, dtype: str) -> float:
     """Returns the FLOP/s of products; dtypes without a known peak count as bfloat16."""
     known = "float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)
-    is_float8 = known.startswith("float8")
-    return chip.product_rate(known if known in chip.flops or is_float8 else "bfloat16")
+    is_known = known in chip.flops or is_narrow(known)
+    return chip.product_rate(known if is_known else "bfloat16")
 
 
 def _products(

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import jax
@@ -39,7 +39,7 @@ from manualpar.core.model.options import (
 from manualpar.core.model.trace_model import OtherModel, TracedModel, trace_model
 from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
 from manualpar.core.modes.gradients import scanned, unrolled
-from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, memory_of
+from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, hosts_of, memory_of
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import (
@@ -701,7 +701,7 @@ def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOp
     compiler_options = dict(options["compiler_options"]) or None
     others = _layout_of_others(step)
     jitted = JittedSteps(options["mesh"], states.layout, states.padded, compiler_options, others)
-    loops = _layer_loops(step, jitted, options["remat"])
+    loops = _layer_loops(step, jitted, options["remat"], compiler_options or ())
     step = dataclasses.replace(step, loops=loops)
     trees = map(step.model.own, (step.model.parameters, step.placements))
     infos, placements = map(jax.tree.leaves, trees)
@@ -841,7 +841,9 @@ def _layout_of_others(step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
     return layouts, variables
 
 
-def _layer_loops(step: Step, jitted: JittedSteps, option: Remat) -> LayerLoops:
+def _layer_loops(
+    step: Step, jitted: JittedSteps, option: Remat, compiler_options: Collection[str]
+) -> LayerLoops:
     """Returns what the choice of how layers run depends on."""
     state = jitted.abstract_state
 
@@ -864,6 +866,7 @@ def _layer_loops(step: Step, jitted: JittedSteps, option: Remat) -> LayerLoops:
         held_bytes=held,
         gradient_bytes=shards(state.params),  # As large as the parameters.
         parts=1 if step.mode.writes_collectives else jitted.mesh.size,
+        hosts=hosts_of(jitted.mesh, compiler_options) if step.mode.writes_collectives else 1,
     )
 
 
