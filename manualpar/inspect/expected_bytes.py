@@ -93,7 +93,7 @@ from manualpar.layers.pipeline.staged_loss import StagedLoss
 # A strategy gives three counts for each parameter: how often a step gathers it, scatters its
 # gradient and gathers its new value (`manualpar.core.modes.strategy.CommCounts`). The parameter's
 # placement gives the axes. `manualpar.inspect.expected_bytes` explains the bytes, and sums them
-# for a program; `manualpar.plans.closed_form` uses the same collectives for layouts without a
+# for a program; `manualpar.plans.layouts` uses the same collectives for layouts without a
 # program.
 #
 # In a pipeline whose stages run several chunks of layers, one use of a stacked parameter reads

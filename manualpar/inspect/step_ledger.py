@@ -1,6 +1,6 @@
 """The ledger: the collectives and operations of a step, read off the program before it has run.
 
-The ledger describes the same step in three ways. Formulas (the *closed form*) predict the bytes
+The ledger describes the same step in three ways. Formulas predict the bytes
 that the strategy has to send (`manualpar.inspect.expected_bytes`). The jaxpr shows the program
 before XLA changes it (`manualpar.inspect.communication`, `manualpar.inspect.flops`). The compiled
 program shows the step that runs (`manualpar.inspect.compiled`). `manualpar.inspect.xla_changes`
@@ -59,8 +59,8 @@ class Ledger(Summarized):
       mesh: The sizes of the mesh axes; empty if the program has no mesh.
       collectives: The collectives of the jaxpr.
       computations: The operations of products, by phase and module.
-      predicted: The bytes over each axis, or tuple of axes, by the strategy's closed form; `None`
-        if there is no closed form.
+      predicted: The bytes over each axis, or tuple of axes, by the strategy's formula; `None`
+        if there is no formula.
       memory: The memory of a device at the step's peak; `None` for a function, or if XLA chooses
         the arrays that a device holds.
       compiled: The compiled step; `None` if it was not compiled.
@@ -90,7 +90,7 @@ class Ledger(Summarized):
             or "none",
         }
         if self.predicted is not None:
-            lines["in closed form"] = f"{float(sum(self.predicted.values())):,.0f}"
+            lines["by formula"] = f"{float(sum(self.predicted.values())):,.0f}"
         if self.compiled:
             compiled = float(total_bytes(self.compiled.collectives))
             lines["compiled"] = f"{compiled:,.0f}, with {len(self.changes)} changes by XLA"
@@ -239,7 +239,7 @@ def ledger(
         collectives=collectives,
         computations=by_phase_and_module(products, root),
         predicted=_unless_refused(
-            functools.partial(step_bytes, stage=sending.stage), ours, "bytes in closed form", notes
+            functools.partial(step_bytes, stage=sending.stage), ours, "bytes by formula", notes
         ),
         memory=_unless_refused(step_memory, ours, "memory", notes),
         notes=tuple(notes),

@@ -61,7 +61,7 @@ SLOW = [
     ],
     ids=str,
 )
-def test_every_stage_sends_what_the_closed_form_says(devices8, name, mesh, fields):
+def test_every_stage_sends_what_the_formula_says(devices8, name, mesh, fields):
     program = build(name, mesh, **fields)
     for stage in range(mesh["stage"]):
         check(program, stage)

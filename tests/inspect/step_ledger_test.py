@@ -50,7 +50,7 @@ def test_a_program(devices8):
     assert (found.compiled, found.changes, found.notes) == (None, (), ())
 
 
-def test_the_closed_form_is_what_is_written(devices8):
+def test_the_formula_is_what_is_written(devices8):
     found = ledger(build("dp", devices8, model=Linear(64)))
     purposes = found.bytes_by_purpose()
     assert found.predicted == {("data",): purposes["sync_gradients"]}
@@ -65,7 +65,7 @@ def test_what_the_compiler_writes_is_said_to_be_there(devices8, mode):
     assert any(f"mode={mode!r}: the compiler writes" in note for note in found.notes)
     is_free = mode == "auto-unconstrained"
     assert (found.predicted is None) == (found.memory is None) == is_free
-    assert any("no bytes in closed form: step_bytes: " in note for note in found.notes) == is_free
+    assert any("no bytes by formula: step_bytes: " in note for note in found.notes) == is_free
     assert any("no memory: step_memory: " in note for note in found.notes) == is_free
     compiled = ledger(program, compile=True)
     assert total_bytes(compiled.compiled.collectives) > 0

@@ -171,7 +171,7 @@ def test_a_gradient_is_off_by_what_the_codes_leave_out(devices8, name, mesh, cod
 @pytest.mark.parametrize(
     ("name", "mesh", "code"), cases({("fsdp", "2 4", "both"), ("dp", "8", "numbers")}, *CODES)
 )
-def test_a_step_sends_the_bytes_of_the_closed_form(devices8, name, mesh, code):
+def test_a_step_sends_the_bytes_of_the_formula(devices8, name, mesh, code):
     program = build(name, mesh, devices8, **CODES[code])
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     sent = bytes_by_axes(of_parameters(trace_collectives(traced)))

@@ -77,7 +77,7 @@ def test_a_step_has_the_loss_and_every_gradient_of_one_device(devices8, case):
     check_step(case, built(index), *stepped(index))
 
 
-def test_a_step_sends_the_bytes_of_the_closed_form(devices8, case):
+def test_a_step_sends_the_bytes_of_the_formula(devices8, case):
     del devices8
     program = built(CASES.index(case))
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)

@@ -72,7 +72,7 @@ def test_a_config_trains_with_it_and_saves_what_it_stores(capsys):
     assert json.loads(Path("run/config.json").read_text())["parallel"]["strategy"] == NAME
 
 
-def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
+def test_it_is_inspected_and_sends_what_its_formula_says(capsys):
     flags = (*SMALL, "--nocompile", "--devices=8")
     command = parse_command_line(
         ["program", _own_config(), *flags],

@@ -369,7 +369,7 @@ def test_every_gradient_is_that_of_one_device(devices8, model, axes, builder, op
     check(build(model, axes, builder, **options), model)
 
 
-# What is sent is what the closed form says.
+# What is sent is what the formula says.
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_every_gradient_is_that_of_one_device(devices8, model, axes, builder, op
         (ExpertNet(), {"data": 4, "model": 2}, {"reshard_after_forward": False}),
     ],
 )
-def test_what_is_sent_for_parameters_is_the_closed_form(devices8, model, axes, options):
+def test_what_is_sent_for_parameters_is_the_formula(devices8, model, axes, options):
     program = build(model, axes, **options)
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     sent = bytes_by_axes(of_parameters(trace_collectives(traced)))

@@ -375,7 +375,7 @@ def test_between_two_meetings_only_metrics_cross(devices8):
         for code in (None, "int8", "int4")
     ],
 )
-def test_an_outer_step_sends_what_the_closed_form_says(devices8, inner, mesh, outer_code):
+def test_an_outer_step_sends_what_the_formula_says(devices8, inner, mesh, outer_code):
     options = {"model": Mlp(width=257), "tx": optax.adam(1e-2), "every": 2}
     program = build(mesh, inner, **options, outer_code=outer_code)
     outer = trace_collectives(program.outer.steps[-1].trace(program.abstract_state))

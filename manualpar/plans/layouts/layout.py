@@ -220,8 +220,8 @@ class DeviceSizes:
         return self.D * self.V * (1 if self.tied else 2) + self.D
 
 
-def check_closed_form(model: Transformer) -> None:
-    """Raises a `ValueError` for a model whose layers these closed forms do not describe."""
+def check_formulas(model: Transformer) -> None:
+    """Raises a `ValueError` for a model whose layers these formulas do not describe."""
     expected: dict[str, float] = {
         "shared_experts_size": 0,
         "dense_layers": 0,
