@@ -65,7 +65,7 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.collectives import EXACT, CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Route
+from manualpar.core.parameters.placement import ParameterInfo, ParameterSharding
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
@@ -185,7 +185,7 @@ class _DimGather(NamedTuple):
 class ParameterForm:
     """The collectives of one parameter of a program, and of its gradient."""
 
-    def __init__(self, program: Sending, info: ParameterInfo, place: Route) -> None:
+    def __init__(self, program: Sending, info: ParameterInfo, place: ParameterSharding) -> None:
         self.program, self.info, self.place = program, info, place
         self.comm = program.comm.for_parameter(info.dtype, trainable=place.trainable)
         self.once_a_step = program.strategy.gather_every == "step"
@@ -371,7 +371,7 @@ class ParameterForm:
 def _gathers(
     program: Sending,
     info: ParameterInfo,
-    place: Route,
+    place: ParameterSharding,
     names: Names,
     shard: int,
     calls: int,
@@ -398,7 +398,7 @@ def _gathers(
     return gathers
 
 
-def _data_shards(program: Sending, place: Route) -> int:
+def _data_shards(program: Sending, place: ParameterSharding) -> int:
     """Returns the number of shards of a parameter along the axes that split the batch."""
     axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
     return axes_size(program.mesh, tuple(axes))
@@ -633,7 +633,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
 
 
 def _bytes_of(
-    program: Program, uses: Iterable[tuple[tuple[ParameterInfo, Route], Uses]]
+    program: Program, uses: Iterable[tuple[tuple[ParameterInfo, ParameterSharding], Uses]]
 ) -> dict[tuple[str, ...], Fraction]:
     """Sums the bytes that a device sends for parameters, given the uses of each parameter."""
     return bytes_by_axes(

@@ -29,7 +29,7 @@ from manualpar.core.modes.strategy import Strategy, place_parameter
 from manualpar.core.parameters.collectives import CommPolicy, Format, ReduceCode
 from manualpar.core.parameters.placement import (
     describe_parameters,
-    route_parameter,
+    parameter_sharding,
     split_over_stages,
 )
 from manualpar.core.parameters.sharded_parameter import is_box
@@ -441,5 +441,5 @@ def parameter_forms(
     forms = []
     for info in jax.tree.leaves(infos):
         place = place_parameter(strategy, info, (*shard_axes, *context), mesh)
-        forms.append(ParameterForm(program, info, route_parameter(place, info, roles, mesh)))
+        forms.append(ParameterForm(program, info, parameter_sharding(place, info, roles, mesh)))
     return tuple(forms)

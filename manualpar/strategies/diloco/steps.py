@@ -32,8 +32,8 @@ from manualpar.core.parameters.placement import (
     combine,
     is_inside,
     param_specs,
+    parameter_sharding,
     partition,
-    route_parameter,
     state_specs,
     trained,
 )
@@ -287,7 +287,7 @@ def replicated_step(
     mode = dataclasses.replace(step.mode, mesh=mesh, data_axes=roles.data_axes)
     infos = step.model.parameters
     placements = jax.tree.map(
-        lambda info, place: route_parameter(place, info, roles, mesh), infos, step.placements
+        lambda info, place: parameter_sharding(place, info, roles, mesh), infos, step.placements
     )
     strategy = dataclasses.replace(
         step.strategy, name=name, replica_axes=(*axes, *step.strategy.replica_axes)
