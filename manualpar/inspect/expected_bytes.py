@@ -64,7 +64,7 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
+from manualpar.core.parameters.collectives import EXACT, MixedPrecisionPolicy
 from manualpar.core.parameters.placement import ParameterInfo, ParameterSharding
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import (
@@ -120,7 +120,7 @@ class Sending(Protocol):
         """The minibatches of a step."""
 
     @property
-    def comm(self) -> CommPolicy:
+    def comm(self) -> MixedPrecisionPolicy:
         """The dtypes and quantizers with which values are sent."""
 
 
@@ -156,7 +156,13 @@ class _DimGather(NamedTuple):
         return self.axis_size > 1 or not self.is_data
 
     def gather(
-        self, times: int, scope: str, comm: CommPolicy, dtype: Any, sent: Any, parts: int = 1
+        self,
+        times: int,
+        scope: str,
+        comm: MixedPrecisionPolicy,
+        dtype: Any,
+        sent: Any,
+        parts: int = 1,
     ) -> Collective:
         """Returns the all-gathers of this round, as one `Collective`, for `times` gathers.
 
@@ -171,7 +177,7 @@ class _DimGather(NamedTuple):
         return Collective("all_gather", self.axes, self.axis_size, shape, sent, times, scope)
 
     def scatter(
-        self, times: int, scope: str, comm: CommPolicy, reduced: Any, parts: int = 1
+        self, times: int, scope: str, comm: MixedPrecisionPolicy, reduced: Any, parts: int = 1
     ) -> Collective:
         """Returns `times` reduce-scatters of the gradient, or all-to-alls if it is quantized."""
         n, times = self.elements // self.calls, times * self.calls // parts
@@ -420,7 +426,7 @@ def elements_on_device(
 
 
 def mean_collectives(
-    comm: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
+    comm: MixedPrecisionPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
 ) -> Iterator[Collective]:
     """Yields the collectives that compute the mean of `n` numbers over `size` devices."""
     if size > 1 and (code := comm.reduce_quantizer(n / size, dtype, axes)):

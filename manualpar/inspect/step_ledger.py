@@ -25,7 +25,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.collectives import MixedPrecisionPolicy
 from manualpar.core.program.program import Program
 from manualpar.core.summary import Summarized
 from manualpar.core.tracing.jaxprs import all_equations
@@ -264,7 +264,7 @@ def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 
-def describe_codes(comm: CommPolicy) -> str:
+def describe_codes(comm: MixedPrecisionPolicy) -> str:
     """Says which values are sent quantized; `""` if none are."""
     axes = f" over {','.join(comm.quantized_axes)}" if comm.quantized_axes else ""
     named = (

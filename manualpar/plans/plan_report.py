@@ -10,7 +10,7 @@ from typing import Any
 
 import rich.console
 
-from manualpar.core.parameters.collectives import CommPolicy, Format
+from manualpar.core.parameters.collectives import Format, MixedPrecisionPolicy
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.inspect.tables import (
     TableColumn,
@@ -142,7 +142,7 @@ def print_formula(
 ) -> None:
     """Prints the assumptions of the formula of layouts, beyond those of the roofline."""
     gather, reduce = (Format(quantizer=make_quantizer(code)) for code in (gather_code, reduce_code))
-    codes = describe_codes(CommPolicy(gather, reduce))
+    codes = describe_codes(MixedPrecisionPolicy(gather, reduce))
     print_wrapped(
         console,
         "- Parameters and Adam's averages are float32; products, gathers and activations are "

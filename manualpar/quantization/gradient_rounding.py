@@ -28,7 +28,7 @@ from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.mesh.splitting import fold_rng_over_axis
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.collectives import MixedPrecisionPolicy
 from manualpar.core.parameters.placement import ParameterInfo, ParameterSharding
 from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
 from manualpar.core.program.step import Rounding
@@ -71,7 +71,7 @@ class Residual(NamedTuple):
 
 
 def residual_of(
-    info: ParameterInfo, place: ParameterSharding, comm: CommPolicy, mesh: Any
+    info: ParameterInfo, place: ParameterSharding, comm: MixedPrecisionPolicy, mesh: Any
 ) -> Residual | None:
     """Returns a parameter's `Residual`; `None` if its gradient is not quantized once a step.
 

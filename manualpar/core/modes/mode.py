@@ -22,7 +22,7 @@ from manualpar.core.modes.gradients import Sums
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import Rule
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
+from manualpar.core.parameters.collectives import EXACT, MixedPrecisionPolicy
 from manualpar.core.parameters.placement import ParameterSharding
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
 from manualpar.core.trees import Batch, Collections, Params, Placements, Specs
@@ -46,7 +46,7 @@ class Mode(abc.ABC):
 
     mesh: Mesh
     data_axes: tuple[str, ...]
-    comm: CommPolicy = EXACT
+    comm: MixedPrecisionPolicy = EXACT
     rules: Rules = ()
     outer_axes: tuple[str, ...] = ()
 

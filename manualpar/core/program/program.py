@@ -49,7 +49,7 @@ from manualpar.core.modes.strategy import (
     place_parameter,
 )
 from manualpar.core.parameters.annotations import check_rules
-from manualpar.core.parameters.collectives import CommPolicy, Quantizer, ReduceCode
+from manualpar.core.parameters.collectives import MixedPrecisionPolicy, Quantizer, ReduceCode
 from manualpar.core.parameters.placement import (
     ParameterInfo,
     ParameterSharding,
@@ -299,7 +299,7 @@ class OuterSteps(Summarized, abc.ABC):
     fragments: tuple[int | None, ...]
     steps: tuple[Any, ...]
     overlapped_steps: tuple[Any, ...]
-    comm: CommPolicy
+    comm: MixedPrecisionPolicy
 
     @abc.abstractmethod
     def step_at(self, number: int) -> StepFunction:
@@ -379,7 +379,7 @@ class Program(Summarized):
     mesh: Mesh
     data_axes: tuple[str, ...]
     num_minibatches: int
-    comm: CommPolicy
+    comm: MixedPrecisionPolicy
     layout: TrainState
     parameters: tuple[tuple[ParameterInfo, ParameterSharding], ...]
     abstract_state: TrainState

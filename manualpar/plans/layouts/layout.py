@@ -26,7 +26,7 @@ from manualpar.core.mesh.mesh import abstract_mesh
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.options import with_defaults
 from manualpar.core.modes.strategy import Strategy, place_parameter
-from manualpar.core.parameters.collectives import CommPolicy, Format, ReduceCode
+from manualpar.core.parameters.collectives import Format, MixedPrecisionPolicy, ReduceCode
 from manualpar.core.parameters.placement import (
     describe_parameters,
     parameter_sharding,
@@ -392,7 +392,7 @@ class LayoutProgram:
     mesh: Any
     data_axes: tuple[str, ...]
     num_minibatches: int
-    comm: CommPolicy
+    comm: MixedPrecisionPolicy
 
 
 def parameter_forms(
@@ -429,7 +429,9 @@ def parameter_forms(
     )
     quantized_axes = replicas if reduce.quantizer and replicas else None
     averaged_axes = replicas if strategy.averages_in_backward else ()
-    comm = CommPolicy(gather, reduce, quantized_axes=quantized_axes, averaged_axes=averaged_axes)
+    comm = MixedPrecisionPolicy(
+        gather, reduce, quantized_axes=quantized_axes, averaged_axes=averaged_axes
+    )
     mesh: Any = abstract_mesh(axes, layout.num_devices, device)
     program = LayoutProgram(strategy, mesh, roles.data_axes, layout.num_minibatches, comm)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
