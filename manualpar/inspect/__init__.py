@@ -1,5 +1,8 @@
 """Reads a step before it runs: where its state is stored, what it sends, its FLOPs and memory."""
 
+from typing import TYPE_CHECKING
+
+from manualpar.errors import old_names
 from manualpar.inspect.communication import (
     Collective,
     bytes_by_axes,
@@ -17,8 +20,8 @@ from manualpar.inspect.compiled import (
 from manualpar.inspect.expected_bytes import (
     ParameterForm,
     PipelineForm,
-    of_parameters,
     outer_step_bytes,
+    parameter_collectives,
     step_bytes,
     total_step_bytes,
 )
@@ -49,8 +52,8 @@ __all__ = [
     "find_changes",
     "layout_table",
     "ledger",
-    "of_parameters",
     "outer_step_bytes",
+    "parameter_collectives",
     "read_compiled",
     "ring_bytes",
     "stage_costs",
@@ -62,3 +65,7 @@ __all__ = [
     "trace_collectives",
     "trace_outer_steps",
 ]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__, {"of_parameters": "parameter_collectives"})

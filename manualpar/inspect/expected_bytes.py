@@ -696,7 +696,7 @@ def outer_step_bytes(
     return bytes_by_axes(sent)
 
 
-def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+def parameter_collectives(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Returns the collectives of a traced step that `step_bytes` predicts.
 
     Collectives of metrics, of collections and of layers are left out. A collective from other code

@@ -16,7 +16,7 @@ from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.tracing.scopes import CAST_SCOPE, TENSOR_SCOPE
 from manualpar.inspect import (
     ledger,
-    of_parameters,
+    parameter_collectives,
     step_bytes,
     step_memory,
     total_bytes,
@@ -113,7 +113,7 @@ def test_what_goes_over_no_data_axis_is_tensor_parallel(mesh42):
         (TENSOR_SCOPE, "forward"),
         (CAST_SCOPE, "backward"),
     }
-    assert not of_parameters(parallel)
+    assert not parameter_collectives(parallel)
 
 
 # Functions.

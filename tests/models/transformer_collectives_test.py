@@ -18,7 +18,7 @@ from manualpar.inspect import (
     Ledger,
     bytes_by_axes,
     ledger,
-    of_parameters,
+    parameter_collectives,
     step_bytes,
     total_bytes,
 )
@@ -84,7 +84,7 @@ def build(
 def check(program: Program, *, compile: bool = False, stage: int | None = None) -> Ledger:
     """Whether everything over the model axis, and all that is for parameters, is predicted."""
     found = ledger(program, compile=compile, stage=stage)
-    parameters = of_parameters(found.collectives)
+    parameters = parameter_collectives(found.collectives)
     axes = [("model",), ("expert",), ("context",), ("stage",)]
     layers = [x for x in found.collectives if x.axes in axes and x not in parameters]
     if program.mesh.shape["data"] == 1:  # Then examples are spread over one of these two alone.
