@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.same_job.job import DEVICES
+
 FOLDER = Path(__file__).parent
 HALF, STEPS = 24, 48
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={DEVICES}")
 # Script -> how Python is called, before its path.
 SCRIPTS = {"manualpar": (), "flax": (), "accelerate": TORCHRUN}
 NOT_COUNTED = "# not counted"
@@ -67,6 +69,7 @@ def train(path: Path, folder: str, steps: int) -> Outcome:
         "PYTHONPATH": str(FOLDER.parents[1]),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
+        "JAX_NUM_CPU_DEVICES": str(DEVICES),
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -87,10 +90,9 @@ def check(name: str, first: Outcome, second: Outcome, whole: Outcome) -> None:
     mistakes = []
     if not train_losses[STEPS] < 0.5 * train_losses[min(train_losses)]:
         mistakes.append(f"the loss does not fall: {train_losses}")
-    if any(not 1 / 8 <= x.share < 0.13 for x in (first, second, whole)):
-        mistakes.append(
-            f"a device holds {max(x.share for x in (first, second, whole))} of the state, expected an eighth"
-        )
+    share = max(x.share for x in (first, second, whole))
+    if not 1 / 8 <= share < 0.13:
+        mistakes.append(f"a device holds {share} of the state, expected an eighth")
     if min(step for _, step in second.losses) <= HALF:
         mistakes.append(f"the second call does not go on: {second.losses}")
     # Step 0 is evaluated before training by some.

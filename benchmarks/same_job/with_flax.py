@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.same_job import job
 
-jax.config.update("jax_num_cpu_devices", 8)
-
 
 class Classifier(nn.Module):
     @nn.compact

@@ -6,10 +6,7 @@ import flax.linen as nn
 import optax
 
 from benchmarks.same_job import job
-from manualpar import simulate_devices
 from manualpar.training import fit
-
-simulate_devices(8)
 
 
 class Classifier(nn.Module):

@@ -28,7 +28,13 @@ from manualpar.inspect.expected_bytes import (
 from manualpar.inspect.flops import Computation, Product, ProductReader, TickParts, stage_costs
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.state_layout import draw_sharding, layout_table, state_bytes
-from manualpar.inspect.step_ledger import Ledger, describe_codes, ledger, trace_outer_steps
+from manualpar.inspect.step_ledger import (
+    Ledger,
+    describe_codes,
+    ledger,
+    trace_outer_steps,
+    trace_step,
+)
 from manualpar.inspect.xla_changes import Change, find_changes
 
 __all__ = [
@@ -64,6 +70,7 @@ __all__ = [
     "total_step_bytes",
     "trace_collectives",
     "trace_outer_steps",
+    "trace_step",
 ]
 
 

@@ -293,12 +293,11 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
             f"ledger: program is a {type(program).__name__}, expected a Program, a function with "
             "its abstract arguments, or the result of jax.jit(f).trace(*args)."
         )
-    name, function = _name(program), program
-    if not hasattr(program, "trace"):
+    name = _name(program)
+    if not hasattr(program, "lower"):
         _check_arguments(name, program, args)
-        function = jax.jit(program)
     try:
-        traced = function.trace(*args)
+        traced = trace_step(program, *args)
     except NameError as error:
         if "unbound axis" not in str(error):
             raise
@@ -308,6 +307,50 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
             "jax.shard_map returns, and arguments of global shapes."
         ) from error
     return traced
+
+
+def trace_step(step: Callable[..., Any], *abstract_args: Any) -> jax.stages.Traced:
+    """Traces a step of any library, without running it.
+
+    The jits of other libraries, such as Equinox's `filter_jit` and Haliax's `named_jit`, trace
+    arrays only, and take and return trees with other leaves, such as a module's activation
+    function. Here these leaves of the arguments keep their values, and those of the results are
+    left out. What such a jit donates is not seen.
+
+    Args:
+      step: A function, jitted by JAX or by another library, or not jitted.
+      *abstract_args: Its arguments: trees of arrays or of `jax.ShapeDtypeStruct`s, with
+        shardings if these matter.
+
+    Returns:
+      The traced step, as of `jax.jit(step).trace(...)`.
+
+    Communication:
+      None.
+    """
+    if hasattr(step, "trace"):
+        traced: jax.stages.Traced = step.trace(*abstract_args)
+        return traced
+    if not hasattr(step, "lower"):
+        return jax.jit(step).trace(*abstract_args)
+    of_arrays, arrays = _of_arrays(step, abstract_args)
+    return jax.jit(of_arrays).trace(*arrays)
+
+
+def _of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    """Returns a function of the arrays in `args`, whose results are arrays, and these arrays."""
+    leaves, tree = jax.tree.flatten(args)
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        out = function(*tree.unflatten([next(given) if _is_array(x) else x for x in leaves]))
+        return [x for x in jax.tree.leaves(out) if _is_array(x)]
+
+    return of_arrays, list(filter(_is_array, leaves))
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -323,8 +366,7 @@ def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, .
     except ValueError:
         pass  # Some builtins have no signature. For these jax raises the error.
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        if not is_array and not isinstance(leaf, bool | int | float | complex):
+        if not _is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
             raise TypeError(
                 f"ledger: {name} was given args{jax.tree_util.keystr(path)}={leaf!r}, expected an "
                 "array or a jax.ShapeDtypeStruct(shape, dtype). Bind other values with "
@@ -349,17 +391,8 @@ def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> I
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Jaxpr:
     """Returns the jaxpr of `function(*args)`; only the arrays in `args` are traced."""
-    leaves, tree = jax.tree.flatten(args)
-
-    def call(*arrays: Any) -> Any:
-        traced_arrays = iter(arrays)
-        return function(
-            *jax.tree.unflatten(
-                tree, [next(traced_arrays) if hasattr(x, "shape") else x for x in leaves]
-            )
-        )
-
-    return jax.make_jaxpr(call)(*(x for x in leaves if hasattr(x, "shape"))).jaxpr
+    of_arrays, arrays = _of_arrays(function, args)
+    return jax.make_jaxpr(of_arrays)(*arrays).jaxpr
 
 
 def _unless_refused(
