@@ -312,10 +312,10 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
 def trace_step(step: Callable[..., Any], *abstract_args: Any) -> jax.stages.Traced:
     """Traces a step of any library, without running it.
 
-    The jits of other libraries, such as Equinox's `filter_jit` and Haliax's `named_jit`, trace
-    arrays only, and take and return trees with other leaves, such as a module's activation
-    function. Here these leaves of the arguments keep their values, and those of the results are
-    left out. What such a jit donates is not seen.
+    The jit of another library, such as Equinox's `filter_jit`, traces arrays only, and takes and
+    returns trees with other leaves, such as a module's activation function. Here these leaves of
+    the arguments keep their values, and those of the results are left out. What such a jit donates
+    is not seen.
 
     Args:
       step: A function, jitted by JAX or by another library, or not jitted.
