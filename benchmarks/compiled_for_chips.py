@@ -89,8 +89,11 @@ class Layout:
 
 
 _EXPERTS = {"model.num_experts": 8, "model.mlp_size": 2048}
+_FLOAT8 = {"model.matmul": "float8"}
 LAYOUTS: Mapping[str, Layout] = {
     "fsdp": Layout(),
+    "fsdp, float8": Layout(fields=_FLOAT8),
+    "fsdp, float8 codes": Layout(fields={**_FLOAT8, "parallel.gather_code": "float8"}),
     "axis by axis": Layout(is_axis_by_axis=True),
     "dp": Layout(fields={"parallel.strategy": "dp"}),
     "zero1": Layout(fields={"parallel.strategy": "zero1"}),

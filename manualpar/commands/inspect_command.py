@@ -59,6 +59,7 @@ from manualpar.inspect.communication import as_number, bytes_by_axes, total_byte
 from manualpar.inspect.expected_bytes import is_of_parameters
 from manualpar.inspect.flops import stage_costs
 from manualpar.inspect.ledger_difference import (
+    LOW_PRECISION,
     NAMES,
     NOTHING,
     Difference,
@@ -66,6 +67,7 @@ from manualpar.inspect.ledger_difference import (
     Sent,
     bytes_more,
     compare_ledgers,
+    flops_by_dtype,
     name_module,
     sent_by,
     totals,
@@ -151,6 +153,9 @@ def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None
         _print_trained(console, ledger["parts"])
     _print_modules(console, ledger)
     flops = {**ledger["flops"]["by_phase"], "total": ledger["flops"]["total"]}
+    of_dtypes = flops_by_dtype(ledger)
+    if of_dtypes.keys() & LOW_PRECISION:
+        flops |= {f"in {dtype}": number for dtype, number in of_dtypes.items()}
     _print_parts(console, "FLOPs", flops, describe_flops)
     if ledger["memory"]:
         _print_parts(console, "memory", ledger["memory"], describe_bytes)

@@ -24,6 +24,9 @@ each program. Every number is an upper limit for one device in one step:
     [fsdp.modules]
     "layers_*/mlp" = {bytes = 600_000, flops = 9_000_000}
 
+    [fsdp.dtypes]
+    bfloat16 = {flops = 900_000} # a product that falls back from float8 exceeds it
+
 The name of a module is a glob: `*` stands for anything but a slash, `**` for anything. The limit
 holds for each module that matches, not for their sum. No key is required. An unknown key is an
 error. A name that matches nothing in the step is an error too, because its limit could never be
@@ -40,7 +43,15 @@ from typing import Any, NamedTuple
 
 from manualpar.core.tracing.scopes import REGATHER, SCOPES
 from manualpar.errors import UsageError, suggest
-from manualpar.inspect.ledger_difference import NOTHING, Json, name_module, sent_by, totals
+from manualpar.inspect.ledger_difference import (
+    LOW_PRECISION,
+    NOTHING,
+    Json,
+    flops_by_dtype,
+    name_module,
+    sent_by,
+    totals,
+)
 from manualpar.inspect.scope_parsing import OTHER
 
 __all__ = [
@@ -72,7 +83,10 @@ QUANTITIES = {
     "purposes": ("bytes", "collectives"),
     "axes": ("bytes", "collectives"),
     "modules": ("bytes", "collectives", "flops"),
+    "dtypes": ("flops",),
 }
+# The dtypes that a budget may limit, although a step has no product in them.
+DTYPES = ("float8", "int8", "bfloat16", "float16", "float32", "float64")
 # Group -> the field of a collective, in a ledger's JSON, by which the group adds up collectives.
 FIELDS = {"purposes": "purpose", "axes": "axes", "modules": "module"}
 IN_BYTES = ("bytes", "peak_memory", "temporaries", "compiled_bytes")
@@ -89,8 +103,8 @@ class BudgetKey(NamedTuple):
     """The place of a number in a budget, below the name of the program.
 
     Attributes:
-      group: `"purposes"`, `"axes"`, `"modules"`, or `""` for the whole step.
-      name: The purpose, the axes or the modules; `""` for the whole step.
+      group: `"purposes"`, `"axes"`, `"modules"`, `"dtypes"`, or `""` for the whole step.
+      name: The purpose, the axes, the modules or the dtype; `""` for the whole step.
       quantity: A key of `TOTALS`, or one of `QUANTITIES[group]`.
     """
 
@@ -218,6 +232,8 @@ def amounts(ledger: Json) -> dict[BudgetKey, int]:
     numbers = totals(ledger)
     found = {BudgetKey("", "", key): whole(numbers[x]) for key, x in TOTALS.items() if x in numbers}
     flops = ledger["flops"]["by_module"]
+    of_dtypes = dict.fromkeys(DTYPES, 0) | flops_by_dtype(ledger)
+    found |= {BudgetKey("dtypes", name, "flops"): whole(n) for name, n in of_dtypes.items()}
     purposes = (*SCOPES, REGATHER, OTHER)
     known = {"purposes": purposes, "axes": tuple(ledger["mesh"]), "modules": tuple(flops)}
     for group, field in FIELDS.items():
@@ -308,7 +324,8 @@ def _too_many(budget: Budget, key: BudgetKey, name: str, amount: int, ledger: Js
 
 
 def _no_such_name(key: BudgetKey, measured: Iterable[BudgetKey]) -> str:
-    kind = {"purposes": "purpose", "axes": "axis", "modules": "module"}[key.group]
+    kinds = {"purposes": "purpose", "axes": "axis", "modules": "module", "dtypes": "dtype"}
+    kind = kinds[key.group]
     known = {found.name for found in measured if found.group == key.group}
     return f"the step has no {kind} {quoted(key.name)}{suggest(key.name, known, show=quoted)}."
 
@@ -327,6 +344,8 @@ def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
     collectives = (ledger["compiled"] if is_compiled else ledger)["collectives"]
     if is_compiled:  # Compiled collectives have no field `axes`.
         collectives = [{**x, "axes": ""} for x in collectives if "module" in x]
+    if limit.group == "dtypes":
+        return _most_of_it(ledger["flops"]["by_dtype"].get(limit.name, {}))
     if limit.group:
         collectives = [x for x in collectives if x[FIELDS[limit.group]] == limit.name]
     quantity = limit.quantity.removeprefix("compiled_")
@@ -419,6 +438,10 @@ def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
         ],
         "modules": [(glob, f"bytes = {sent:_}") for glob, sent in _globs(by_module) if sent],
     }
+    of_dtypes = flops_by_dtype(ledger)
+    if of_dtypes.keys() & LOW_PRECISION:  # Otherwise nothing can fall back to a wider dtype.
+        wider = sorted(of_dtypes.keys() - LOW_PRECISION)
+        tables["dtypes"] = [(name, f"flops = {whole(of_dtypes[name]):_}") for name in wider]
     for group, table in tables.items():
         lines += ["", f"[{quoted(name)}.{group}]"] if table else []
         lines += [f"{quoted(member)} = {{{limits}}}" for member, limits in table]

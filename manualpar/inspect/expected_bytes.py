@@ -193,7 +193,9 @@ class ParameterForm:
 
     def __init__(self, program: Sending, info: ParameterInfo, place: ParameterSharding) -> None:
         self.program, self.info, self.place = program, info, place
-        self.comm = program.comm.for_parameter(info.dtype, trainable=place.trainable)
+        self.comm = program.comm.for_parameter(
+            info.dtype, trainable=place.trainable, is_float8=place.is_float8
+        )
         self.once_a_step = program.strategy.gather_every == "step"
         self.reduced = self.comm.reduced_dtype(info.dtype)
         self._gathered = jnp.dtype(self.comm.gather.dtype or info.dtype)
@@ -286,6 +288,18 @@ class ParameterForm:
                 times = strategy.sends(self.program.num_minibatches, True).gathers
             yield gather.gather(times, scope, self.comm, info.dtype, sent, parts)
 
+    def scales(self, scope: str = GATHER_SCOPE) -> Iterator[Collective]:
+        """Yields the parameter's part of the all-reduce of scales, if it is gathered in float8."""
+        quantizer = self.comm.gather.quantizer
+        if quantizer is None or quantizer.name != "float8":
+            return
+        gathered = {axis for x in self._used if x.is_data for axis in x.axes}
+        named = (axis for name in self.place.names for axis in axis_tuple(name))
+        axes = tuple(axis for axis in named if axis in gathered)
+        if (size := axes_size(self.program.mesh, axes)) > 1:
+            shape = (math.prod(self.info.shape[dim] for dim in self.info.loop_dims),)
+            yield Collective("all_reduce", axes, size, shape, jnp.dtype("float32"), 1, scope)
+
     def scatters(
         self, times: int, scope: str = SCATTER_SCOPE, parts: int = 1
     ) -> Iterator[Collective]:
@@ -367,6 +381,7 @@ class ParameterForm:
         if not self.place.trainable:
             sends = CommCounts(sends.uses, sends.gathers)
         yield from self.shared_sums(uses.backward)
+        yield from self.scales()
         yield from self.gathers(sends)
         yield from self.scatters(sends.scatters)
         yield from self.means(uses.backward)

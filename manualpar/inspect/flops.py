@@ -90,14 +90,16 @@ class Product(NamedTuple, Generic[Number]):
 
 
 class Computation(NamedTuple):
-    """The sum of a module's products in one phase of a step.
+    """The sum of a module's products in one phase of a step, in one dtype.
 
-    `flops` are per device. If the devices cannot share them evenly, they are rounded up.
+    `flops` are per device. If the devices cannot share them evenly, they are rounded up. `dtype` is
+    `"float8"` for all formats of 8 bits.
     """
 
     phase: Phase
     module: str
     flops: int
+    dtype: str = ""
 
 
 def flops_of(eqn: Any, scope: str = "") -> int | None:
@@ -146,7 +148,8 @@ class ProductReader(EquationReader[Product[Fraction]]):
         flops = flops_of(eqn, around.scope)
         if flops is not None:
             share = Fraction(around.times * flops, around.spread)
-            return (Product(around.scope, share, Fraction(0), spread=around.spread),)
+            dtype = product_dtype(eqn)
+            return (Product(around.scope, share, Fraction(0), dtype, spread=around.spread),)
         return () if eqn.primitive.name == "pallas_call" else None
 
     def cost(self, findings: tuple[Product[Fraction], ...]) -> Fraction:
@@ -206,16 +209,21 @@ def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
 def by_phase_and_module(
     products: Iterable[Product[Fraction]], root: str = ""
 ) -> tuple[Computation, ...]:
-    """Adds up products by phase (in the order of `PHASES`) and module (in the program's order)."""
+    """Adds up products by phase (in the order of `PHASES`), module and dtype (as they come)."""
     totals = summed(
-        ((product.phase, module_of(product.scope, root)), product.flops) for product in products
+        ((each.phase, module_of(each.scope, root), _family(each.dtype)), each.flops)
+        for each in products
     )
     return tuple(
-        Computation(phase, module, math.ceil(flops))
+        Computation(phase, module, math.ceil(flops), dtype)
         for wanted in PHASES
-        for (phase, module), flops in totals.items()
+        for (phase, module, dtype), flops in totals.items()
         if phase == wanted and flops
     )
+
+
+def _family(dtype: str) -> str:
+    return "float8" if dtype.startswith("float8") else dtype
 
 
 def _dot(eqn: Any, not_free: set[int]) -> int:

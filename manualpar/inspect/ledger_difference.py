@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 __all__ = [
+    "LOW_PRECISION",
     "NAMES",
     "NOTHING",
     "Difference",
@@ -19,6 +20,7 @@ __all__ = [
     "Sent",
     "bytes_more",
     "compare_ledgers",
+    "flops_by_dtype",
     "name_module",
     "sent_by",
     "totals",
@@ -109,6 +111,16 @@ def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], S
         )
         for values, group in alike.items()
     }
+
+
+# The dtypes of quantized products.
+LOW_PRECISION = frozenset({"float8", "int8"})
+
+
+def flops_by_dtype(ledger: Json) -> dict[str, int]:
+    """Returns the operations of a step's products in each dtype; none for an old ledger."""
+    by_dtype = ledger["flops"].get("by_dtype", {})
+    return {dtype: sum(modules.values()) for dtype, modules in by_dtype.items()}
 
 
 def totals(ledger: Json) -> dict[str, float]:

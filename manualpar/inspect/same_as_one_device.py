@@ -143,7 +143,9 @@ def _on_one_device(
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
     def cast(place: ParameterSharding, x: jax.Array) -> jax.Array:
-        comm = program.comm.for_parameter(x.dtype, trainable=place.trainable)
+        comm = program.comm.for_parameter(
+            x.dtype, trainable=place.trainable, is_float8=place.is_float8
+        )
         return cast_floating(x, comm.gather.dtype)
 
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:

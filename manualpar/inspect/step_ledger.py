@@ -43,6 +43,7 @@ from manualpar.inspect.communication import (
 from manualpar.inspect.compiled import Compiled, read_compiled
 from manualpar.inspect.expected_bytes import outer_step_bytes, step_bytes
 from manualpar.inspect.flops import Computation, ProductReader, by_phase_and_module, uncounted
+from manualpar.inspect.ledger_difference import LOW_PRECISION
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import PHASES
 from manualpar.inspect.xla_changes import Change, find_changes
@@ -95,6 +96,9 @@ class Ledger(Summarized):
             compiled = float(total_bytes(self.compiled.collectives))
             lines["compiled"] = f"{compiled:,.0f}, with {len(self.changes)} changes by XLA"
         lines["FLOPs"] = f"{self.total_flops:,}"
+        for dtype, flops in self.flops_by_dtype().items():
+            if dtype in LOW_PRECISION:
+                lines["FLOPs"] += f", {flops / self.total_flops:.0%} of them in {dtype}"
         if self.memory:
             lines["bytes of memory"] = f"{self.memory.peak:,}"
         return f"Ledger({self.name}{mesh}), of a device in a step", lines
@@ -134,6 +138,17 @@ class Ledger(Summarized):
         """Returns the operations of each module in all phases."""
         return summed((one.module, one.flops) for one in self.computations)
 
+    def flops_by_dtype(self) -> dict[str, int]:
+        """Returns the operations of products in each dtype: that of their widest operand."""
+        return summed((one.dtype, one.flops) for one in self.computations)
+
+    def _flops_by_dtype_and_module(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        for one in self.computations:
+            of_dtype = found.setdefault(one.dtype, {})
+            of_dtype[one.module] = of_dtype.get(one.module, 0) + one.flops
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Returns the ledger for JSON; a tuple of axes becomes a string with commas."""
         predicted = None  # No prediction. A prediction of 0 bytes has the total 0.
@@ -156,6 +171,7 @@ class Ledger(Summarized):
                 "total": self.total_flops,
                 "by_phase": self.flops_by_phase(),
                 "by_module": self.flops_by_module(),
+                "by_dtype": self._flops_by_dtype_and_module(),
             },
             "predicted_bytes": predicted,
             "memory": self.memory and self.memory.to_json(),

@@ -5,6 +5,7 @@ from manualpar.layers.attention.context import CONTEXT_ATTENTIONS, Context
 from manualpar.layers.boundaries import bound_axes, enter, leave, mean_square_of_heads
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
+from manualpar.layers.low_precision import MATMULS, Matmul, float8_dot_general, int8_dot_general
 from manualpar.layers.moe.moe import MoE
 from manualpar.layers.moe.routing import auxiliary_loss
 from manualpar.layers.ring import (
@@ -34,10 +35,12 @@ from manualpar.layers.vocabulary import (
 __all__ = [
     "CONTEXT_ATTENTIONS",
     "LAYER_OVERLAPS",
+    "MATMULS",
     "Column",
     "Context",
     "DerivedPlan",
     "LayerOverlap",
+    "Matmul",
     "MoE",
     "PerDevice",
     "Row",
@@ -48,9 +51,11 @@ __all__ = [
     "bound_axes",
     "enter",
     "enter_ring",
+    "float8_dot_general",
     "gather_matmul",
     "head_cross_entropy",
     "head_logits",
+    "int8_dot_general",
     "leave",
     "matmul_scatter",
     "mean_square_of_heads",

@@ -39,6 +39,7 @@ from manualpar.core.mesh.axes import Names, axis_tuple
 from manualpar.core.parameters.annotations import split
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.layers.boundaries import bound_axes, enter, has_lost_types, leave
+from manualpar.layers.low_precision import MATMULS, Matmul
 from manualpar.layers.ring import (
     LAYER_OVERLAPS,
     Chunks,
@@ -75,6 +76,8 @@ class SplitDense(nn.Module):
         needs a `sequence_dim`. `"none"`: the product sends after it has computed.
       shared: Whether an output dim may have fewer entries than there are devices. Then the devices
         of a group all compute the same entry; see `split`.
+      matmul: The format of the product: `"float8"` or `"int8"`, see
+        `manualpar.layers.float8_dot_general`; `""` for `dtype`.
     """
 
     shape: tuple[int, ...]
@@ -88,6 +91,7 @@ class SplitDense(nn.Module):
     sequence_dim: int | None = None
     overlap: LayerOverlap = "none"
     shared: bool = False
+    matmul: Matmul = ""
 
     @nn.compact
     def __call__(self, x: jax.Array | Chunks) -> Any:
@@ -123,9 +127,10 @@ class SplitDense(nn.Module):
         *parts, kernel, bias = promote_dtype(*parts, kernel, bias, dtype=self.dtype)
         x = jax.tree.unflatten(structure, parts)
         if self.overlap == "ring" and self.sequence_dim is not None:
-            y: Any = matmul_scatter(x, kernel, contracted, self.sequence_dim, self.contracted)
+            dim = self.sequence_dim
+            y: Any = matmul_scatter(x, kernel, contracted, dim, self.contracted, self.matmul)
         else:
-            y = gather_matmul(x, kernel, self.contracted)
+            y = gather_matmul(x, kernel, self.contracted, self.matmul)
             y = leave(y, contracted, self.sequence_dim) if contracted else y
         if bias is None:
             return y
@@ -179,6 +184,8 @@ class SplitDense(nn.Module):
             )
 
     def _check_overlap(self, x: jax.Array | Chunks, outputs: tuple[str, ...]) -> None:
+        if self.matmul not in MATMULS:
+            self._refuse(f"has matmul={self.matmul!r}, expected one of {MATMULS}")
         if self.overlap not in LAYER_OVERLAPS:
             self._refuse(f"has overlap={self.overlap!r}, expected 'none' or 'ring'")
         if self.overlap == "ring" and self.sequence_dim is None:

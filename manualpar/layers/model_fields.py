@@ -57,13 +57,15 @@ def config_field(
     kind = type(default)
     if below is None and minimum is not None:
         below = LARGEST_FLOAT if kind is float else LARGEST_SIZE
-    of_numbers = kind is tuple and not choices
+    of_names = kind is tuple and any(isinstance(x, str) for x in default)
+    of_numbers = kind is tuple and not choices and not of_names
     allowed = Field(
         kind,
         minimum,
         below,
         choices,
         default=None if required else default,
+        holds_names=of_names,
         holds_numbers=of_numbers,
     )
     return dataclasses.field(default=default, metadata={"flat": flat, "allowed": allowed})

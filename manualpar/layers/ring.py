@@ -36,6 +36,7 @@ from manualpar.core.mesh.axes import AxisName
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
 from manualpar.layers.boundaries import bound_axes, has_lost_types, platform_traced_for
+from manualpar.layers.low_precision import Matmul, gradient_tensordot, product_scope, tensordot
 
 # -------------------------------------------------------------------------------------------------
 # Sends the chunks of a sequence around a ring, or sums chunks on the way around the ring.
@@ -191,7 +192,11 @@ def _places(axes: tuple[str, ...]) -> list[jax.Array]:
 
 
 def multiply_rows(
-    x: jax.Array, kernel: jax.Array, contracted: int, dtype: DTypeLike | None = None
+    x: jax.Array,
+    kernel: jax.Array,
+    contracted: int,
+    dtype: DTypeLike | None = None,
+    matmul: Matmul = "",
 ) -> jax.Array:
     """Multiplies an array with a kernel as one matrix product.
 
@@ -207,11 +212,16 @@ def multiply_rows(
       kernel: `[D, F]`, or with more dims of either kind.
       contracted: How many dims to sum over: the last dims of `x` and the first dims of the kernel.
       dtype: The dtype of the product; by default the dtype of the factors.
+      matmul: The format of the product, see `manualpar.layers.low_precision`; then `dtype` is not
+        used.
 
     Returns:
       `[..., F]`.
     """
     num_batch = x.ndim - contracted
+    if matmul:
+        y = tensordot(_rows(x, num_batch), kernel, contracted, matmul)
+        return y.reshape(*x.shape[:num_batch], *y.shape[1:])
     is_automatic = bool(jax.sharding.get_abstract_mesh().auto_axes)
     has_parts = any(jax.typeof(x).sharding.spec[1:num_batch])
     if has_parts or (is_automatic and platform_traced_for() != "cpu"):
@@ -225,39 +235,48 @@ def _rows(x: jax.Array, num_dims: int) -> jax.Array:
     return x.reshape(math.prod(x.shape[:num_dims]), *x.shape[num_dims:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def multiply(
-    parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int
+    parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int, matmul: Matmul = ""
 ) -> tuple[jax.Array, ...]:
-    """Multiplies every chunk with a kernel; chunks and kernel have equal dtypes and varying axes.
+    """Multiplies every chunk with a kernel, in the format `matmul`, see `low_precision`.
+
+    Chunks and kernel have equal dtypes and varying axes.
 
     Gradient:
       Written by hand. The kernel's gradient is one product over the whole sequence, as if the
       sequence were not in chunks. Autodiff would add up one product for each chunk, and round each
       sum to the dtype.
     """
-    return tuple(multiply_rows(part, kernel, contracted) for part in parts)
+    with product_scope(matmul):
+        return _multiply(parts, kernel, contracted, matmul)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _multiply(
+    parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int, matmul: Matmul
+) -> tuple[jax.Array, ...]:
+    return tuple(multiply_rows(part, kernel, contracted, matmul=matmul) for part in parts)
 
 
 def _multiply_forward(
-    parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int
+    parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int, matmul: Matmul
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    return multiply(parts, kernel, contracted), (parts, kernel)
+    return _multiply(parts, kernel, contracted, matmul), (parts, kernel)
 
 
 def _multiply_backward(
-    contracted: int, residuals: Any, gs: tuple[jax.Array, ...]
+    contracted: int, matmul: Matmul, residuals: Any, gs: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     parts, kernel = residuals
     num_batch = parts[0].ndim - contracted
     outputs = (*range(num_batch, gs[0].ndim),), (*range(contracted, kernel.ndim),)
-    grads = tuple(jnp.tensordot(g, kernel, outputs) for g in gs)
+    grads = tuple(gradient_tensordot(g, kernel, outputs, matmul) for g in gs)
     # The order of the rows does not matter if it is the same in both factors.
     x, g = (_rows(jnp.concatenate(chunks), num_batch) for chunks in (parts, gs))
-    return grads, jnp.tensordot(x, g, (0, 0))
+    return grads, gradient_tensordot(x, g, ((0,), (0,)), matmul, side=1)
 
 
-multiply.defvjp(_multiply_forward, _multiply_backward)
+_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -297,7 +316,7 @@ def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Ar
 
 
 def gather_matmul(
-    x: jax.Array | Chunks, kernel: jax.Array, contracted: int = 1
+    x: jax.Array | Chunks, kernel: jax.Array, contracted: int = 1, matmul: Matmul = ""
 ) -> jax.Array | Chunks:
     """Multiplies a full sequence with this device's part of a column-parallel kernel.
 
@@ -305,6 +324,7 @@ def gather_matmul(
       x: The result of `enter_ring`: `Chunks`, or an array if no axis is bound.
       kernel: `[D, F/axis]`, or with more dims of either kind, such as `[D, N/axis, H]`.
       contracted: How many dims to sum over: the last dims of `x` and the first dims of the kernel.
+      matmul: The format of the product: `"float8"` or `"int8"`, see `float8_dot_general`, or `""`.
 
     Returns:
       `Chunks` of `[..., S, ..., F/axis]` in the dtype of `x` and the kernel; an array if `x` is an
@@ -321,10 +341,10 @@ def gather_matmul(
       product over the whole sequence for the kernel's gradient.
     """
     if not isinstance(x, Chunks):
-        return multiply_rows(x, kernel, contracted)
+        return multiply_rows(x, kernel, contracted, matmul=matmul)
     _check_product("gather_matmul", x.parts[0], x.dim, kernel, contracted)
     parts, kernel = _alike((x.parts, kernel))
-    return dataclasses.replace(x, parts=multiply(parts, kernel, contracted))
+    return dataclasses.replace(x, parts=multiply(parts, kernel, contracted, matmul))
 
 
 def matmul_scatter(
@@ -333,6 +353,7 @@ def matmul_scatter(
     axis: AxisName | None,
     sequence_dim: int,
     contracted: int = 1,
+    matmul: Matmul = "",
 ) -> jax.Array:
     """Multiplies by a row-parallel kernel, and scatters the sum of the devices' products.
 
@@ -345,6 +366,7 @@ def matmul_scatter(
       axis: The mesh axis, or tuple of axes, that the kernel is split over, see `enter_ring`.
       sequence_dim: The dimension of the sequence, along which the result is split.
       contracted: How many dims to sum over: the last dims of `x` and the first dims of the kernel.
+      matmul: The format of the product, see `gather_matmul`.
 
     Returns:
       This device's chunk of the sum, `[..., S/axis, ..., D]`; the product if no axis is bound. The
@@ -364,7 +386,7 @@ def matmul_scatter(
     """
     axes = bound_axes("matmul_scatter", axis)
     if not axes:
-        return multiply_rows(whole_sequence(x), kernel, contracted)
+        return multiply_rows(whole_sequence(x), kernel, contracted, matmul=matmul)
     chunk = x.parts[0] if isinstance(x, Chunks) else x
     dim = sequence_dim + (chunk.ndim + kernel.ndim - 2 * contracted) * (sequence_dim < 0)
     _check_product("matmul_scatter", chunk, dim, kernel, contracted)
@@ -384,7 +406,8 @@ def matmul_scatter(
             "whole_sequence(x)."
         )
     parts, kernel = _alike((x.parts, kernel))
-    return scatter_chunks(dataclasses.replace(x, parts=multiply(parts, kernel, contracted)))
+    parts = multiply(parts, kernel, contracted, matmul)
+    return scatter_chunks(dataclasses.replace(x, parts=parts))
 
 
 def whole_sequence(x: jax.Array | Chunks) -> jax.Array:

@@ -18,7 +18,7 @@ import flax.linen as nn
 from manualpar.layers.attention.context import Context
 from manualpar.layers.model_fields import find_fields, replace_in_groups
 from manualpar.layers.moe.experts import Experts
-from manualpar.models.layer_config import Attention, Mlp, Norm, Scales, Split
+from manualpar.models.layer_config import Attention, LowPrecision, Mlp, Norm, Scales, Split
 from manualpar.models.rotary import Rotary
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -34,6 +34,7 @@ GROUPS: Mapping[str, Any] = {
     "experts": Experts(),
     "split": Split(),
     "context": Context(),
+    "low_precision": LowPrecision(),
 }
 # Flat name -> the field in a group.
 FLAT = {

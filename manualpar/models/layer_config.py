@@ -4,14 +4,16 @@
 """
 
 import dataclasses
+import fnmatch
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.errors import suggest
 from manualpar.layers import SplitDense
 from manualpar.layers.attention.blockwise_attention import Scoring
 from manualpar.layers.attention.causal_attention import (
@@ -20,6 +22,7 @@ from manualpar.layers.attention.causal_attention import (
     AttentionKind,
 )
 from manualpar.layers.attention.context import Context
+from manualpar.layers.low_precision import MATMULS, Matmul
 from manualpar.layers.model_fields import (
     MOST_WRITTEN_OUT,
     FieldGroup,
@@ -290,6 +293,45 @@ class Split(FieldGroup):
         return 1 if self.sequence_parallel else None
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class LowPrecision(FieldGroup):
+    """The products of layers that are computed in few bits, see `float8_dot_general`.
+
+    Embedding, head, routers, norms, the products of attention's scores and values, the latents of
+    latent attention, and adapters stay as they are.
+
+    Attributes:
+      matmul: The format of products with kernels: `"float8"` or `"int8"`; `""` for `dtype`.
+      layers: Which products have this format: globs on `attention/query`, `attention/key`,
+        `attention/value`, `attention/out`, `mlp/gate`, `mlp/up`, `mlp/down`, and `experts`.
+    """
+
+    matmul: Matmul = config_field("", choices=MATMULS)
+    layers: tuple[str, ...] = config_field(("*",), "matmul_layers")
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self, "matmul", MATMULS)
+        if not self.layers or isinstance(self.layers, str):
+            refuse(self, "layers", "a tuple of one or more globs such as ('mlp/*',)")
+        if not self.matmul and self.layers != ("*",):
+            refuse(self, "layers", "('*',) without matmul")
+
+    def of_product(self, name: str) -> Matmul:
+        """Returns the format of the product `name`, such as `mlp/up`."""
+        return self.matmul if any(fnmatch.fnmatchcase(name, x) for x in self.layers) else ""
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuses a glob that matches no product of a model, whose products are `names`."""
+        for glob in self.layers if self.matmul else ():
+            if not fnmatch.filter(names, glob):
+                refuse(
+                    self,
+                    "layers",
+                    f"globs on {', '.join(map(repr, names))}, but {glob!r} matches none"
+                    f"{suggest(glob, names)}",
+                )
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """The configuration of a layer, which a `Transformer` makes from its own fields in each call.
@@ -314,6 +356,7 @@ class LayerConfig:
       experts: See `Experts`.
       split: See `Split`.
       context: How sequences are split over devices.
+      low_precision: See `LowPrecision`.
     """
 
     hidden_size: int
@@ -334,6 +377,7 @@ class LayerConfig:
     experts: Experts = Experts()
     split: Split = Split()
     context: Context = Context()
+    low_precision: LowPrecision = LowPrecision()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -389,7 +433,10 @@ def make_product(
     use_bias: bool = False,
     name: str,
 ) -> SplitDense:
-    """Makes a `SplitDense` layer; the variance of its initial weights is `scale**2 / inputs`."""
+    """Makes a `SplitDense` layer; the variance of its initial weights is `scale**2 / inputs`.
+
+    `name` has the name of the part of the layer, such as `mlp/up`.
+    """
     dims, names = range(len(shape)), split_dims(dim_names, config.split.axis)
     is_row = any(names[:contracted])
     init = nn.initializers.variance_scaling(
@@ -406,5 +453,6 @@ def make_product(
         sequence_dim=config.split.sequence_dim if is_row else None,
         overlap="ring" if is_row and config.split.overlap == "ring" else "none",
         shared="kv_heads" in dim_names,
-        name=name,
+        matmul=config.low_precision.of_product(name),
+        name=name.rpartition("/")[2],
     )

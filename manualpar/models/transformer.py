@@ -47,6 +47,7 @@ from manualpar.models.layer_config import (
     Activation,
     Attention,
     LayerConfig,
+    LowPrecision,
     Mlp,
     Norm,
     Scales,
@@ -490,6 +491,18 @@ def _check_groups(model: "Transformer") -> None:
         refuse_in("experts", "dense_layers", expected)
     if experts.num_experts and not layers_with_experts(model):
         refuse_in("experts", "every", f"up to num_layers={model.num_layers}")
+    model.low_precision.check(_products_of(model))
+
+
+def _products_of(model: "Transformer") -> list[str]:
+    """Returns the names of the products that `LowPrecision.layers` may match."""
+    names = ["query", "out"] if model.attention.latent.rank else ["query", "key", "value", "out"]
+    names = [f"attention/{name}" for name in names]
+    with_experts = layers_with_experts(model) if model.experts.num_experts else 0
+    if with_experts < model.num_layers:
+        names += ["mlp/gate"] if model.mlp.gated else []
+        names += ["mlp/up", "mlp/down"]
+    return [*names, "experts"] if with_experts else names
 
 
 def heads_of_device(model: "Transformer", sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -603,6 +616,8 @@ class Transformer(nn.Module):
       context: How sequences are split over devices, see `Context`; by default sequences are not
         split. Pass the same axis to the program's builder as `context_axis`. The mesh may lack this
         axis.
+      low_precision: The products that are computed in float8 or int8, see `LowPrecision`; none by
+        default.
       tied_head: Whether the transposed embedding is also the head.
       scale_embedding: Whether the rows of the embedding are multiplied with `sqrt(D)`.
       vocab_multiple: The vocabulary is padded to `V`, the next multiple of this number, so that the
@@ -641,6 +656,7 @@ class Transformer(nn.Module):
     experts: Experts = Experts()
     split: Split = Split()
     context: Context = Context()
+    low_precision: LowPrecision = LowPrecision()
     tied_head: bool = config_field(False, required=True)
     scale_embedding: bool = config_field(False)
     vocab_multiple: int = config_field(1, "", 1, required=True)
@@ -824,6 +840,7 @@ class Transformer(nn.Module):
             experts=self.experts,
             split=self.split,
             context=self.context,
+            low_precision=self.low_precision,
         )
 
     def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:

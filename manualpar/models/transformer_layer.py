@@ -135,7 +135,9 @@ class SelfAttention(nn.Module):
         out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
 
         def project(shape: tuple[int, ...], dim_names: DimNames, name: str) -> jax.Array:
-            product = make_product(config, shape, dim_names, use_bias=how.qkv_bias, name=name)
+            product = make_product(
+                config, shape, dim_names, use_bias=how.qkv_bias, name=f"attention/{name}"
+            )
             return whole_sequence(product(x_BSD))
 
         query_BSNH, key_BSKH = project(*query, "query"), project(*key, "key")
@@ -184,7 +186,11 @@ class SelfAttention(nn.Module):
                 if isinstance(rows, Prompts):
                     x = keep_prompts(x, rows, how.scoring)
                 self.put_variable(NEW_KEYS, name, x)
-        of_out: Any = {"scale": config.added_scale, "use_bias": how.out_bias, "name": "out"}
+        of_out: Any = {
+            "scale": config.added_scale,
+            "use_bias": how.out_bias,
+            "name": "attention/out",
+        }
         leave = make_product(config, *out, contracted=2, **of_out)
         return leave(mixed_BSNH)
 
@@ -213,11 +219,11 @@ class GatedMLP(nn.Module):
         out = (config.mlp_size, hidden_size), ("mlp", "embed")
         bias: Any = {"use_bias": config.mlp.bias}
         activate = ACTIVATIONS[config.activation]
-        up_BSF = make_product(config, *into, name="up", **bias)(x_BSD)
-        down = make_product(config, *out, scale=config.added_scale, name="down", **bias)
+        up_BSF = make_product(config, *into, name="mlp/up", **bias)(x_BSD)
+        down = make_product(config, *out, scale=config.added_scale, name="mlp/down", **bias)
         if not config.mlp.gated:
             return down(jax.tree.map(activate, up_BSF))
-        gate_BSF = make_product(config, *into, name="gate", **bias)(x_BSD)
+        gate_BSF = make_product(config, *into, name="mlp/gate", **bias)(x_BSD)
         # With `overlap="ring"`, `gate_BSF` and `up_BSF` are `Chunks`.
         return down(jax.tree.map(lambda gate, up: activate(gate) * up, gate_BSF, up_BSF))
 
@@ -351,6 +357,7 @@ def _experts(config: LayerConfig) -> MoE:
         sequence=config.split.sequence_parallel,
         down_scale=config.added_scale,
         context_axis=config.context.axis,
+        matmul=config.low_precision.of_product("experts"),
         name="experts",
     )
 
@@ -420,7 +427,7 @@ class LatentAttention(nn.Module):
             of_query, into = enter(normed, *where), latent.query_rank
         else:
             of_query, into = enter(x_BSD, *where), D
-        query = make_product(config, (into, N, H), (None, "heads", None), name="query")
+        query = make_product(config, (into, N, H), (None, "heads", None), name="attention/query")
         query_BSNH = turn(query(of_query))
         compressed = Compress(config, R + P, name="latent")(x_BSD)
         normed = _latent_norm("latent_norm", config)(compressed[..., :R])
@@ -459,7 +466,7 @@ class LatentAttention(nn.Module):
             self.put_variable(NEW_KEYS, LATENT, new)
         dims: tuple[int, ...] = (N, V, D)
         names: DimNames = ("heads", None, "embed")
-        of_out: Any = {"contracted": 2, "scale": config.added_scale, "name": "out"}
+        of_out: Any = {"contracted": 2, "scale": config.added_scale, "name": "attention/out"}
         result: jax.Array = make_product(config, dims, names, **of_out)(mixed_BSNV)
         return result
 

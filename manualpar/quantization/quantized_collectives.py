@@ -22,7 +22,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.parameters.collectives import Quantization, ReduceCode
+from manualpar.core.parameters.collectives import (
+    GatherCode,
+    Quantization,
+    Quantizer,
+    ReduceCode,
+)
 from manualpar.core.tracing.scopes import DECODE_SCOPE
 
 # -------------------------------------------------------------------------------------------------
@@ -222,6 +227,42 @@ def unpack_codes(packed: jax.Array, n: int, code: Quantization) -> jax.Array:
 
 
 # -------------------------------------------------------------------------------------------------
+# Codes in float8, whose scale is a power of two.
+#
+# A number divided by a power of two keeps its digits. So numbers that were decoded are coded again
+# as the same codes, or as codes of twice the size with half of the scale, and products of both are
+# equal bit for bit.
+
+
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+# Scales below would have a reciprocal that is not finite. Their numbers become zeros.
+SMALLEST_EXPONENT = -120
+
+
+def float8_scale(largest: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the smallest power of two that brings magnitudes up to `largest` into a dtype.
+
+    Args:
+      largest: Magnitudes, `[...]`.
+      dtype: The dtype of the codes, such as `FLOAT8`.
+
+    Returns:
+      `float32[...]`: 1 for a magnitude of 0, and NaN for one that is not finite.
+    """
+    ratio = largest.astype(jnp.float32) / float(jnp.finfo(dtype).max)
+    fraction, exponent = jnp.frexp(ratio)  # `ratio` is `fraction * 2**exponent`, from 0.5.
+    exponent = jnp.maximum(exponent - (fraction == 0.5), SMALLEST_EXPONENT)
+    scale = jnp.where(ratio > 0, jnp.ldexp(jnp.ones_like(ratio), exponent), 1)
+    return jnp.where(jnp.isfinite(ratio), scale, jnp.nan)
+
+
+def encode_float8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Rounds `x / scale` to a float8 dtype; the scale is a power of two."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(jnp.float32) * (1 / scale), -largest, largest).astype(dtype)
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 # The formats in which gradients are sent to be summed in float32.
@@ -256,11 +297,18 @@ class RowQuantizer(abc.ABC):
     def unpack(self, rows: jax.Array, n: int) -> jax.Array:
         """Returns the numbers of rows, `float32[..., n]`."""
 
+    def largest(self, x: jax.Array, kept: tuple[int, ...] = ()) -> jax.Array | None:
+        """Returns `None`, because rows contain the scales of their blocks."""
+        del x, kept
+        return None
+
     def gather(
         self,
         x: jax.Array,
         dim: int,
         rounds: Sequence[tuple[str, ...]],
+        dtype: Any = jnp.float32,
+        largest: jax.Array | None = None,
         *,
         is_invariant: bool = False,
         key: jax.Array | None = None,
@@ -271,11 +319,13 @@ class RowQuantizer(abc.ABC):
           x: The device's shard, `[..., D/axes, ...]`.
           dim: The dimension along which `x` is sharded.
           rounds: The mesh axes of each all-gather, in their order: the minor axis first.
+          dtype: The dtype of the result.
+          largest: `None`, because each block has a scale of its own.
           is_invariant: Whether the type of the result is not varying over the axes.
           key: As in `scatter_sum`.
 
         Returns:
-          `float32[..., D, ...]`, the full array. The device's own shard is also dequantized.
+          `[..., D, ...]`, the full array. The device's own shard is also dequantized.
 
         Communication:
           An all-gather of rows for each round.
@@ -287,7 +337,7 @@ class RowQuantizer(abc.ABC):
             rows = jax.lax.all_gather(rows, axes, axis=0, tiled=True, to=to)
         with jax.named_scope(DECODE_SCOPE):
             shards = jnp.moveaxis(self.unpack(rows, x.size).reshape(-1, *x.shape), 0, dim)
-            return shards.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+            return shards.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :]).astype(dtype)
 
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...], *, key: jax.Array | None = None
@@ -426,8 +476,68 @@ class Bfloat16Quantizer(RowQuantizer):
         return terms[0], x - sent.astype(jnp.float32)
 
 
-def make_quantizer(code: ReduceCode | Literal[""] | None) -> RowQuantizer | None:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Float8Gather:
+    """Gathers codes in float8, which products in float8 find again, so no bit changes.
+
+    The scale of a shard is that of the whole array.
+    """
+
+    name = "float8"
+
+    def row(self, n: int) -> tuple[int, Any]:
+        """Returns `n` codes; see `Quantizer`."""
+        return n, FLOAT8
+
+    def is_worth(self, n: float, itemsize: int) -> bool:
+        """Returns whether the numbers take more bytes than codes; see `Quantizer`."""
+        return n > 0 and itemsize > 1
+
+    def largest(self, x: jax.Array, kept: tuple[int, ...] = ()) -> jax.Array | None:
+        """Returns the largest magnitudes, in float32; see `Quantizer`."""
+        dims = tuple(dim for dim in range(x.ndim) if dim not in kept)
+        found = jnp.max(jnp.abs(x), dims, keepdims=True, initial=0).astype(jnp.float32)
+        # The maximum of NaN and a number may be the number.
+        return jnp.where(jnp.isfinite(found), found, jnp.inf)
+
+    def gather(
+        self,
+        x: jax.Array,
+        dim: int,
+        rounds: Sequence[tuple[str, ...]],
+        dtype: Any,
+        largest: jax.Array | None = None,
+    ) -> jax.Array:
+        """Gathers shards along `dim`, in the dtype in which a product gets them.
+
+        Communication:
+          An all-gather of codes for each round.
+        """
+        assert largest is not None
+        with jax.named_scope(DECODE_SCOPE):
+            scale = float8_scale(largest, FLOAT8)
+            codes = encode_float8(x.astype(dtype), scale, FLOAT8)
+        for axes in rounds:
+            codes = jax.lax.all_gather(codes, axes, axis=dim, tiled=True)
+        with jax.named_scope(DECODE_SCOPE):
+            return codes.astype(dtype) * scale.astype(dtype)
+
+    def scatter_sum(
+        self, x: jax.Array, dim: int, axes: tuple[str, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Refuses to sum: `reduce_code` has no such code."""
+        raise TypeError(f"float8 codes of gradients {x.shape} over {axes}, dim {dim}")
+
+    def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+        """Refuses to sum: `reduce_code` has no such code."""
+        raise TypeError(f"float8 codes of gradients {x.shape} over {axes}")
+
+
+def make_quantizer(code: ReduceCode | GatherCode | Literal[""] | None) -> Quantizer | None:
     """Makes the quantizer of an option `gather_code` or `reduce_code`; `None` for no code."""
     if not code:
         return None
+    if code == "float8":
+        return Float8Gather()
     return Bfloat16Quantizer() if code == "bfloat16" else BlockQuantizer(code)

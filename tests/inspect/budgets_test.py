@@ -45,7 +45,12 @@ def _ledger(*collectives: dict, **fields) -> dict:
         "bytes": {"total": sum(found["bytes"] for found in collectives)},
         "counts": counts,
         "collectives": list(collectives),
-        "flops": {"total": 600, "by_phase": {}, "by_module": {UP: 200, DOWN: 200, HEAD: 200}},
+        "flops": {
+            "total": 600,
+            "by_phase": {},
+            "by_module": {UP: 200, DOWN: 200, HEAD: 200},
+            "by_dtype": {"float8": {UP: 200, DOWN: 200}, "bfloat16": {HEAD: 200}},
+        },
         "memory": {"parameters": 700, "gathered": 300, "peak": 1000},
         "compiled": None,
         "changes": [],
@@ -89,6 +94,8 @@ def _check(text: str, ledger: dict = STEP):
         ('modules."layers_1/mlp/up".collectives', 3),
         ("modules.head.flops", 200),
         ('modules."".bytes', 7),
+        ("dtypes.float8.flops", 400),
+        ("dtypes.float32.flops", 0),
     ],
 )
 def test_a_limit_holds_up_to_what_is_measured(key, measured):
@@ -98,6 +105,13 @@ def test_a_limit_holds_up_to_what_is_measured(key, measured):
         [sentence] = _check(f"{key} = {measured - 1}").broken
         assert sentence.startswith(f"lm: {key}")
         assert f" {measured:,}, expected at most {measured - 1:,}: 1 too many" in sentence
+
+
+def test_a_product_that_falls_back_is_named():
+    worse = {**STEP["flops"], "by_dtype": {"float8": {UP: 200}, "bfloat16": {HEAD: 200, DOWN: 200}}}
+    [sentence] = _check("dtypes.bfloat16.flops = 200", {**STEP, "flops": worse}).broken
+    assert "dtypes.bfloat16.flops is 400, expected at most 200: 200 too many" in sentence
+    assert DOWN in sentence
 
 
 def test_a_glob_limits_each_module_and_not_their_sum():

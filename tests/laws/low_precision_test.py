@@ -1,4 +1,4 @@
-"""Products in FP8 and int8 of other libraries, on every mesh, against one device."""
+"""Products in FP8 and int8, ours and other libraries', on every mesh, against one device."""
 
 import functools
 from typing import Any
@@ -15,7 +15,16 @@ from flax.linen import fp8_ops
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.modes.variable_reduction import OVERWRITTEN
-from manualpar.layers import Column, Row, tensor_parallel
+from manualpar.core.tracing.scopes import GATHER_SCOPE
+from manualpar.inspect.communication import bytes_by_axes, trace_collectives
+from manualpar.inspect.expected_bytes import parameter_collectives, step_bytes
+from manualpar.layers import (
+    Column,
+    Row,
+    float8_dot_general,
+    int8_dot_general,
+    tensor_parallel,
+)
 from tests.one_device import slow, train_program
 from tests.tiny import square_loss
 
@@ -305,3 +314,126 @@ def test_aqt_products_are_those_of_one_device(devices8, kind):
     )
     assert distance(found, expected) < 1e-5
     assert distance(step_on_one_device(kind, devices8[0]), expected) > 1e-4
+
+
+OURS = {"float8": lambda: float8_dot_general, "int8": lambda: int8_dot_general}
+BFLOAT16 = {"gather_dtype": "bfloat16"}
+
+
+class Cast(nn.Module):
+    """The model in bfloat16, with an exact head."""
+
+    product: Any = None
+    kind: str = "scan"
+
+    @nn.compact
+    def __call__(self, x):
+        return Model(self.kind, self.product)(x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("kind", "builder", "options"),
+    [
+        ("scan", fsdp, {"num_minibatches": 2, "use_scan": True}),
+        ("shared", fsdp, {}),
+        slow("loop", fsdp, {}),
+        slow("loop", fsdp, {"reshard_after_forward": False}),
+        slow("loop", fsdp, {"communicate_every": "step", "num_minibatches": 2}),
+        slow(
+            "loop", fsdp, {"axes": {"x": 2, "y": 4}, "axis_name": ("x", "y"), "axis_by_axis": True}
+        ),
+        slow("loop", fsdp, {"axes": {"data": 4, "model": 2}}),
+        slow("remat", fsdp, {"num_minibatches": 3}),
+        slow("scan", hsdp, {"axes": {"replica": 2, "data": 4}}),
+        slow("bfloat16", fsdp, BFLOAT16),
+    ],
+)
+def test_a_gather_of_float8_codes_changes_no_bit(devices8, kind, builder, options):
+    """A product finds the codes again that were sent. The head's product is exact, so it gets none.
+
+    The bytes are those of the formula: a byte for each number, and the scales.
+    """
+    model = Cast(OURS["float8"]) if kind == "bfloat16" else Model(kind, OURS["float8"])
+    if "model" in options.get("axes", ()):
+        model = tensor_parallel(model, PLAN)
+    make = functools.partial(build, model, devices8, builder=builder, rate=RATE, **options)
+    programs = make(), make(gather_code="float8")
+    batches = [make_batch()] * STEPS
+    (state, losses), (coded_state, coded_losses) = (train_program(x, batches) for x in programs)
+    chex.assert_trees_all_equal(coded_losses, losses)
+    chex.assert_trees_all_equal(coded_state.params, state.params)
+    exact, coded = (
+        parameter_collectives(
+            trace_collectives(x.train_step.trace(x.abstract_state, x.abstract_batch))
+        )
+        for x in programs
+    )
+    of_scales = [x for x in coded if x.kind == "all_reduce" and GATHER_SCOPE in x.scope]
+    assert len(of_scales) == 1  # Of all parameters, once for all minibatches.
+    assert {str(x.dtype) for x in coded if x.kind == "all_gather"} >= {"float8_e4m3fn"}
+    closed = step_bytes(programs[1])
+    assert all(x <= closed[axes] for axes, x in bytes_by_axes(coded).items())
+    assert sum(closed.values()) < sum(step_bytes(programs[0]).values())
+    assert sum(x.times for x in coded) == sum(x.times for x in exact) + 1
+
+
+def test_what_a_product_reads_exactly_is_not_sent_as_codes(devices8):
+    """A head that is tied to a float8 layer would read codes in place of its weights."""
+
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(WIDTH, dot_general=float8_dot_general, name="tied")
+            return layer(x) + x @ layer.variables["params"]["kernel"]
+
+    with pytest.raises(ValueError, match="multiplies no parameter in float8"):
+        build(Tied(), devices8, gather_code="float8")
+    with pytest.raises(ValueError, match=r"gather_code='float8' with a pipeline"):
+        build(
+            Model("scan", OURS["float8"]),
+            devices8,
+            axes={"data": 4, "stage": 2},
+            pipeline=Pipeline(),
+            gather_code="float8",
+        )
+
+
+@functools.cache
+def train_ours_on_one_device(kind, product, device):
+    product = OURS.get(product)
+    return train_program(build(Model(kind, product), [device], rate=RATE), [make_batch()])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("product", OURS)
+@pytest.mark.parametrize(
+    ("kind", "axes", "options"),
+    [
+        ("scan", {"data": 8}, {"num_minibatches": 2}),
+        slow("loop", {"data": 4, "model": 2}, {}),
+        slow("scan", {"data": 4, "stage": 2}, {"pipeline": Pipeline(), "num_minibatches": 2}),
+        slow("loop", {"data": 2, "context": 4}, {"context_axis": "context"}),
+    ],
+)
+def test_our_products_err_no_more_on_several_devices(devices8, product, kind, axes, options):
+    """In float8 a device's scale changes no digit, so the gradient is nearly that of one device."""
+    model = Model(kind, OURS[product])
+    if "model" in axes:
+        model = tensor_parallel(model, PLAN)
+    state, _ = train_program(
+        build(model, devices8, axes=axes, rate=RATE, **options), [make_batch()]
+    )
+    expected, _ = train_ours_on_one_device(kind, product, devices8[0])
+    exact, _ = train_ours_on_one_device(kind, "", devices8[0])
+
+    def between(one, other):
+        differences = jax.tree.map(
+            lambda x, y: np.square(x - y).sum(), *jax.device_get((one, other))
+        )
+        return np.sqrt(sum(jax.tree.leaves(differences)))
+
+    own_error = between(expected.params, exact.params)
+    assert between(state.params, exact.params) < 1.1 * own_error
+    most = 0.2 if product == "float8" else 1.1
+    assert between(state.params, expected.params) < most * own_error

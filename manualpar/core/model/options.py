@@ -23,6 +23,7 @@ from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
 from manualpar.core.parameters.collectives import (
     Format,
+    GatherCode,
     MixedPrecisionPolicy,
     Quantizer,
     ReduceCode,
@@ -282,8 +283,11 @@ class ProgramOptions(TypedDict, total=False):
       gather_code: The quantizer of parameters that are gathered over the axes of the batch: qwZ of
         ZeRO++. `"int8"` rounds to the nearest, and sends 8 bits for each number and 2 bytes for
         each block of 256 numbers. The model computes with the quantized parameters, and the
-        optimizer updates exact ones. ZeRO's new parameters are sent unquantized. For mode
-        `"manual"`, like the next three options.
+        optimizer updates exact ones. ZeRO's new parameters are sent unquantized. `"float8"` sends
+        e4m3 codes of the parameters that only products in float8 read, see
+        `manualpar.layers.float8_dot_general`, and other parameters as without a code. These
+        products find the same codes again, so no bit of a result changes. For mode `"manual"`, like
+        the next three options.
       reduce_code: The format in which gradients are sent to be summed in float32, over the axes of
         the batch: the codes of qgZ of ZeRO++, or `"bfloat16"`. The latter sends as many bytes as
         `reduce_dtype="bfloat16"`, which also rounds after every addition. `hsdp` quantizes only the
@@ -399,7 +403,7 @@ class ProgramOptions(TypedDict, total=False):
         ),
     ]
     gather_code: Annotated[
-        Literal["int8"] | None,
+        GatherCode | None,
         Option(None, "parallel.gather_code", xla_chooses="what it sends"),
     ]
     reduce_code: Annotated[
@@ -441,7 +445,7 @@ StoredDtypes = tuple[str | None, str | None]
 def choose_formats(
     strategy: str,
     options: Mapping[str, Any],
-    make_quantizer: Callable[[ReduceCode | None], Quantizer | None],
+    make_quantizer: Callable[[ReduceCode | GatherCode | None], Quantizer | None],
 ) -> tuple[StoredDtypes, MixedPrecisionPolicy]:
     """Returns the dtypes in which parameters are stored, and the policy of their communication."""
     names: dict[str, str | None] = {}

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -76,6 +77,8 @@ from manualpar.core.parameters.sharded_parameter import (
 )
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.summary import Summarized
+from manualpar.core.tracing.jaxprs import read_only_by
+from manualpar.core.tracing.scopes import FLOAT8_SCOPE, scope_names
 from manualpar.core.trees import (
     Batch,
     Collections,
@@ -505,6 +508,30 @@ class LossTracer:
         self._trace(on_device, self.params)
         return found[0]
 
+    def read_in_float8(self) -> frozenset[str]:
+        """Returns the paths of the parameters that only products in float8 read."""
+        paths = [info.path for info in jax.tree.leaves(self.infos)]
+        found: list[frozenset[str]] = []
+
+        def is_product(eqn: Any) -> bool:
+            return FLOAT8_SCOPE in scope_names(str(eqn.source_info.name_stack))
+
+        def on_device(
+            params: Params, collections: Collections, rng: jax.Array, batch: Batch
+        ) -> None:
+            def loss(params: Params) -> Any:
+                given = as_whole(boxed_parts(self.infos, params))
+                part = PartOfDevice(self.infos, given)
+                apply_fn = CarryingApply(self._interface, collections, part)
+                return call_loss(self._loss_fn, given, apply_fn, batch, rng)
+
+            closed = jax.make_jaxpr(loss)(self._model_shards(params))
+            is_read = read_only_by(closed.jaxpr, is_product)
+            found.append(frozenset(itertools.compress(paths, is_read)))
+
+        self._trace(on_device, self.params)
+        return found[0]
+
     def loop_dims(
         self,
         strategy: str,
@@ -920,8 +947,28 @@ def trace_model(
     infos = tracer.describe(tracer.boxed_params, loop_dims)
     if pipeline:
         infos = split_over_stages(infos, stacked, pipeline.axis)
+    of_float8 = frozenset[str]()
+    if options["gather_code"] == "float8":
+        if pipeline:
+            raise ValueError(
+                f"{strategy}: gather_code='float8' with a pipeline, expected None or 'int8': the "
+                "scales are those of whole parameters, which no stage has."
+            )
+        of_float8 = tracer.read_in_float8()
+        if not of_float8:
+            raise ValueError(
+                f"{strategy}: gather_code='float8' with a model that multiplies no parameter in "
+                "float8, expected one that does, because these products alone find the same codes "
+                "again. Set matmul='float8' of a Transformer, or give layers "
+                "dot_general=manualpar.layers.float8_dot_general, or use gather_code='int8'."
+            )
     infos = jax.tree.map(
-        lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
+        lambda info: dataclasses.replace(
+            info,
+            trainable=is_trained(info.path, trainable),
+            is_float8=info.path in of_float8,
+        ),
+        infos,
     )
     for name in others:
         infos[name] = jax.tree.map(_frozen_info, infos[name])

@@ -96,7 +96,9 @@ class Mode(abc.ABC):
         """
         names = place.sharded_names if as_state else place.names
         padding = place.padding if as_state else place.parameter_padding
-        comm = self.comm.for_parameter(x.dtype, trainable=place.trainable)
+        comm = self.comm.for_parameter(
+            x.dtype, trainable=place.trainable, is_float8=place.is_float8
+        )
         is_sharded = any(map(axis_tuple, (*names, *place.shared_names)))
         if not is_sharded and not comm.changes_values:
             return x

@@ -12,10 +12,11 @@ set of axes is in this file.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.core.tracing.scopes import (
@@ -29,9 +30,11 @@ from manualpar.errors import old_names
 
 __all__ = [
     "Format",
+    "GatherCode",
     "MixedPrecisionPolicy",
     "Quantizer",
     "ReduceCode",
+    "agree_on_largest",
     "cast_to_varying",
     "gather_array_with_mean_grads",
     "gather_invariant",
@@ -45,6 +48,7 @@ __all__ = [
 
 
 Quantization = Literal["int8", "int4"]
+GatherCode = Literal["int8", "float8"]
 ReduceCode = Literal[Quantization, "bfloat16"]
 
 
@@ -64,8 +68,24 @@ class Quantizer(Protocol):
         If `n` is no integer, some devices send a number fewer, and rows are padded.
         """
 
-    def gather(self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]]) -> jax.Array:
-        """Gathers shards along `dim`, over the axes of each round in turn; returns float32."""
+    def largest(self, x: jax.Array, kept: tuple[int, ...] = ()) -> jax.Array | None:
+        """Returns the magnitudes on which the devices agree before a gather; `None` for none.
+
+        They are the largest of each slice along the dims `kept`; the other dims have size 1.
+        """
+
+    def gather(
+        self,
+        x: jax.Array,
+        dim: int,
+        rounds: Sequence[tuple[str, ...]],
+        dtype: Any,
+        largest: jax.Array | None = None,
+    ) -> jax.Array:
+        """Gathers shards along `dim`, over the axes of each round in turn, to an array of `dtype`.
+
+        `largest` is the maximum over the devices of what the method `largest` returns.
+        """
 
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
@@ -128,19 +148,26 @@ class MixedPrecisionPolicy:
         """The same policy without casts and quantizers."""
         return MixedPrecisionPolicy(axis_by_axis=self.axis_by_axis)
 
-    def for_parameter(self, dtype: Any, *, trainable: bool = True) -> "MixedPrecisionPolicy":
+    def for_parameter(
+        self, dtype: Any, *, trainable: bool = True, is_float8: bool = False
+    ) -> "MixedPrecisionPolicy":
         """Returns the policy for a parameter with dtype `dtype`.
 
         A parameter that is not floating-point is sent as it is stored. A frozen parameter is cast
-        only to a narrower dtype.
+        only to a narrower dtype. Codes in float8 are sent only of a parameter that `is_float8`:
+        only products in float8 read it.
         """
         if not jnp.issubdtype(dtype, jnp.floating):
             return self.exact
+        policy, quantizer = self, self.gather.quantizer
+        if quantizer and quantizer.name == "float8" and not is_float8:
+            policy = dataclasses.replace(self, gather=Format(self.gather.dtype))
         gather_dtype = jnp.dtype(self.gather.dtype or dtype)
         if trainable or dtype.itemsize > gather_dtype.itemsize:
-            return self
-        gather, reduce = (Format(quantizer=each.quantizer) for each in (self.gather, self.reduce))
-        return dataclasses.replace(self, gather=gather, reduce=reduce)
+            return policy
+        formats = policy.gather, policy.reduce
+        gather, reduce = (Format(quantizer=each.quantizer) for each in formats)
+        return dataclasses.replace(policy, gather=gather, reduce=reduce)
 
     def with_reduce_quantizer(self, quantizer: Quantizer | None) -> "MixedPrecisionPolicy":
         """Returns the policy with another quantizer of gradients."""
@@ -263,7 +290,12 @@ _cast_with_max.defvjp(lambda axes, x: (_cast_with_max(axes, x), None), _max_back
 
 
 def gather_array_with_mean_grads(
-    x: jax.Array, axis: int, axis_name: AxisName, *, comm: MixedPrecisionPolicy = EXACT
+    x: jax.Array,
+    axis: int,
+    axis_name: AxisName,
+    *,
+    comm: MixedPrecisionPolicy = EXACT,
+    largest: jax.Array | None = None,
 ) -> jax.Array:
     """Gathers the shards of an array; its gradient is scattered back as the mean over the devices.
 
@@ -273,6 +305,8 @@ def gather_array_with_mean_grads(
       axis_name: The mesh axis, or tuple of axes, over which `x` is sharded.
       comm: The formats in which values are sent, and whether to gather axis by axis. The type of
         `x` must not vary over `comm.averaged_axes`; the type of the result does.
+      largest: The largest magnitude of the full array, if the quantizer needs it, see
+        `agree_on_largest`.
 
     Returns:
       The full array, `[..., D, ...]`, on every device, of dtype `comm.gather.dtype`.
@@ -306,7 +340,46 @@ def gather_array_with_mean_grads(
         x = jnp.tile(x, repeats)
         return x.astype(comm.gather.dtype or x.dtype)
     args = _GatherArgs(axis % x.ndim, axes, x.dtype, comm.with_reduce_quantizer(None))
-    return _gather_with_mean_grads(cast_to_varying(x, axes), comm.reduce.quantizer, args)
+    x = cast_to_varying(x, axes)
+    if largest is None:
+        (largest,) = agree_on_largest([(x, comm, axes, ())])
+    return _gather_with_mean_grads(x, comm.reduce.quantizer, largest, args)
+
+
+def agree_on_largest(
+    arrays: Sequence[tuple[jax.Array, MixedPrecisionPolicy, tuple[str, ...], tuple[int, ...]]],
+) -> list[jax.Array | None]:
+    """Finds the magnitudes that devices must agree on before they gather codes.
+
+    Args:
+      arrays: For each array this device's shard, its policy, the mesh axes of its gather, and the
+        dims of loops, each slice along which is gathered for itself.
+
+    Returns:
+      For each array the largest magnitude of each slice of the full array, the other dims of size
+      1; `None` if its policy needs none.
+
+    Communication:
+      An all-reduce of all magnitudes over the same axes.
+    """
+    found: list[jax.Array | None] = [None] * len(arrays)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    with jax.named_scope(GATHER_SCOPE):
+        for i, (x, comm, axes, kept) in enumerate(arrays):
+            x = jax.lax.stop_gradient(x)
+            if quantizer := comm.gather.quantizer_for(x.size, x.dtype):
+                found[i] = quantizer.largest(x.astype(comm.gather.dtype or x.dtype), kept)
+            if found[i] is not None and jax.lax.axis_size(axes) > 1:
+                groups.setdefault(axes, []).append(i)
+        for axes, indices in groups.items():
+            magnitudes = [cast(jax.Array, found[i]) for i in indices]
+            varying = frozenset().union(*map(varying_axes, magnitudes))
+            flat = [cast_to_varying(x.reshape(-1), varying) for x in magnitudes]
+            agreed = jax.lax.pmax(jnp.concatenate(flat), axes)
+            ends = np.cumsum([x.size for x in magnitudes])
+            for i, x, part in zip(indices, magnitudes, jnp.split(agreed, ends[:-1]), strict=True):
+                found[i] = part.reshape(x.shape)
+    return found
 
 
 class _GatherArgs(NamedTuple):
@@ -318,13 +391,15 @@ class _GatherArgs(NamedTuple):
     comm: MixedPrecisionPolicy
 
 
-def _gather(x: jax.Array, _: Quantizer | None, args: _GatherArgs) -> jax.Array:
+def _gather(
+    x: jax.Array, _: Quantizer | None, largest: jax.Array | None, args: _GatherArgs
+) -> jax.Array:
     with jax.named_scope(GATHER_SCOPE):
         dtype = args.comm.gather.dtype or x.dtype
         # XLA may keep a collective over one device, which costs a copy.
         rounds = [a for a in reversed(args.comm.rounds(args.axes)) if jax.lax.axis_size(a) > 1]
         if rounds and (quantizer := args.comm.gather.quantizer_for(x.size, x.dtype)):
-            x = quantizer.gather(x, args.dim, rounds).astype(dtype)
+            x = quantizer.gather(x, args.dim, rounds, dtype, largest)
         else:
             x = x.astype(dtype)
             for axes in rounds:
@@ -334,23 +409,27 @@ def _gather(x: jax.Array, _: Quantizer | None, args: _GatherArgs) -> jax.Array:
     return cast_to_varying(x, args.comm.averaged_axes)
 
 
-_gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(2,))
+_gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(3,))
 
 
-def _gather_forward(x: jax.Array, quantizer: Any, args: _GatherArgs) -> tuple[jax.Array, Any]:
+def _gather_forward(
+    x: jax.Array, quantizer: Any, largest: jax.Array | None, args: _GatherArgs
+) -> tuple[jax.Array, Any]:
     # The forward rule calls `_gather`, which has no gradient rule, so that `modes.remat` finds the
     # all-gather.
-    return _gather(x, quantizer, args), quantizer
+    return _gather(x, quantizer, largest, args), quantizer
 
 
-def _gather_backward(args: _GatherArgs, quantizer: Any, g: jax.Array) -> tuple[jax.Array, None]:
+def _gather_backward(
+    args: _GatherArgs, quantizer: Any, g: jax.Array
+) -> tuple[jax.Array, None, None]:
     # A quantizer may contain a random key that differs between steps. So it is a residual of the
     # forward pass, not a static argument.
     comm = args.comm.with_reduce_quantizer(quantizer)
     dtype = comm.reduce.dtype or g.dtype
     g = scatter_mean(g, args.dim, args.axes, comm=comm, dtype=dtype)
     g = reduce_mean(g, comm.averaged_axes, comm=comm, dtype=dtype)
-    return g.astype(args.dtype), None
+    return g.astype(args.dtype), None, None
 
 
 _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)

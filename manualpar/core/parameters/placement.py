@@ -70,6 +70,8 @@ class ParameterInfo:
         entry; `()` if no dimension has shared entries.
       trainable: Whether the parameter is trained. If not, it is *frozen*.
       absent_axes: The axes in the annotation of a split parameter that the mesh does not have.
+      is_float8: Whether only products in float8 read the parameter; known where codes in float8 are
+        to be sent.
       platform: The platform of the mesh's devices, such as `"gpu"`; `""` if they are not known.
     """
 
@@ -82,6 +84,7 @@ class ParameterInfo:
     shared_names: Names = ()
     trainable: bool = True
     absent_axes: frozenset[str] = frozenset()
+    is_float8: bool = False
     platform: str = ""
 
     @property
@@ -247,6 +250,7 @@ class ParameterSharding(Placement):
       shared_names: As in `ParameterInfo`.
       trainable: As in `ParameterInfo`. A frozen parameter has neither gradient nor state.
       in_loop: Whether a loop of the model runs over a dimension of the parameter.
+      is_float8: As in `ParameterInfo`.
     """
 
     mean_axes: tuple[str, ...] = ()
@@ -257,6 +261,7 @@ class ParameterSharding(Placement):
     shared_names: Names = ()
     trainable: bool = True
     in_loop: bool = False
+    is_float8: bool = False
 
     @property
     def is_averaged_in_loop(self) -> bool:
@@ -293,6 +298,7 @@ def parameter_sharding(
         placement.keep,
         placement.mean_in_loop,
         trainable=parameter.trainable,
+        is_float8=parameter.is_float8,
         mean_axes=tuple(axis for axis in roles.data_axes if axis not in split),
         sum_axes=tuple(axis for axis in roles.stage_axes if axis not in split),
         # If a data axis splits the parameter, each shard is used for the examples of all devices

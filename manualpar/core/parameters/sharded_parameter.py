@@ -214,6 +214,8 @@ class ShardedParameter(ArrayBox, eq=False, repr=False):
       padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
         are no zeros. Only dimensions sharded over `gather_axes` are padded.
       comm: The formats in which values are sent, and whether to gather axis by axis.
+      largest: The largest magnitude of the full parameter, or of each slice that a loop gathers,
+        see `agree_on_largest`; `None` if it is not needed, or not known before the gather.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
@@ -222,6 +224,7 @@ class ShardedParameter(ArrayBox, eq=False, repr=False):
     shared_names: Names = flax.struct.field(default=(), pytree_node=False)
     padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     comm: MixedPrecisionPolicy = flax.struct.field(default=EXACT, pytree_node=False)
+    largest: Any = flax.struct.field(default=None)
 
     @property
     def averaged_axes(self) -> tuple[str, ...]:
@@ -247,7 +250,7 @@ class ShardedParameter(ArrayBox, eq=False, repr=False):
         for dim, name in enumerate(self.names):
             axes = axis_tuple(name)
             if set(axes) & set(self.gather_axes):
-                value = gather_array_with_mean_grads(value, dim, axes, comm=comm)
+                value = self._gather(value, dim, axes, comm)
                 comm = dataclasses.replace(comm, averaged_axes=())  # One gather takes the mean.
             elif axes and (self.is_whole or set(axes) & set(self.shard_only_axes)):
                 value = gather_invariant(value, dim, axes, comm=self.comm)
@@ -315,10 +318,15 @@ class ShardedParameter(ArrayBox, eq=False, repr=False):
         """
         value, names = self.value, list(self.names)
         for dim, axes in self.gather_dims():
-            value = gather_array_with_mean_grads(value, dim, axes, comm=self.comm)
+            value = self._gather(value, dim, axes, self.comm)
             names[dim] = None
         value = cast_floating(unpad_leaf(value, self.padding), self.comm.gather.dtype)
-        return self.replace(value=value, names=tuple(names), padding=())
+        return self.replace(value=value, names=tuple(names), padding=(), largest=None)
+
+    def _gather(
+        self, value: jax.Array, dim: int, axes: tuple[str, ...], comm: MixedPrecisionPolicy
+    ) -> jax.Array:
+        return gather_array_with_mean_grads(value, dim, axes, comm=comm, largest=self.largest)
 
 
 def pad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:

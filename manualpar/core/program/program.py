@@ -49,7 +49,12 @@ from manualpar.core.modes.strategy import (
     place_parameter,
 )
 from manualpar.core.parameters.annotations import check_rules
-from manualpar.core.parameters.collectives import MixedPrecisionPolicy, Quantizer, ReduceCode
+from manualpar.core.parameters.collectives import (
+    GatherCode,
+    MixedPrecisionPolicy,
+    Quantizer,
+    ReduceCode,
+)
 from manualpar.core.parameters.placement import (
     ParameterInfo,
     ParameterSharding,
@@ -555,7 +560,7 @@ class Quantization:
         parameters, their placements, the mode and the options.
     """
 
-    make_quantizer: Callable[[ReduceCode | None], Quantizer | None]
+    make_quantizer: Callable[[ReduceCode | GatherCode | None], Quantizer | None]
     make_rounding: Callable[..., Rounding]
 
 

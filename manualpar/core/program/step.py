@@ -19,7 +19,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,11 @@ from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
 from manualpar.core.modes.variable_reduction import Rule, keep_unused
-from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.parameters.collectives import (
+    agree_on_largest,
+    cast_to_varying,
+    varying_axes,
+)
 from manualpar.core.parameters.placement import (
     ParameterSharding,
     combine,
@@ -352,7 +356,18 @@ class Step(Summarized):
 
         divided = self._map(is_divided, boxes, grad_boxes)
         first = jax.tree.map(zeros, divided, boxes, grad_boxes)
-        return first, jax.tree.map(whole, divided, boxes, frozen)
+        second = jax.tree.map(whole, divided, boxes, frozen)
+
+        def magnitude(_: ParameterSharding, box: Any, other: Any) -> Any:
+            is_apart = isinstance(box, ShardedParameter) and box.largest is not None
+            return _Largest(box.largest) if is_apart else other
+
+        def without(box: Any) -> Any:
+            return box.replace(largest=None) if isinstance(box, ShardedParameter) else box
+
+        # Magnitudes are not differentiated.
+        second = self._map(magnitude, first, second)
+        return jax.tree.map(without, first, is_leaf=is_box), second
 
     def _loss_that_regathers(self, loss: CarryingLossFn) -> CarryingLossFn:
         """Makes the layers of a loss run as `loops` chooses.
@@ -398,7 +413,27 @@ class Step(Summarized):
     def _boxes(self, params: Params) -> Params:
         """Boxes the parameters; with a pipeline, each stage gets the layers that it runs."""
         boxes = self._map(self.mode.box, params)
-        return boxes if self.pipeline is None else self.pipeline.exchange_layers(boxes)
+        if self.pipeline is not None:
+            return self.pipeline.exchange_layers(boxes)
+        return self._with_largest(boxes)
+
+    def _with_largest(self, boxes: Params) -> Params:
+        """Adds to boxes the magnitudes on which devices agree before they gather codes.
+
+        Communication:
+          An all-reduce of the magnitudes, once for all minibatches: parameters do not change.
+        """
+        leaves, structure = jax.tree.flatten(boxes, is_leaf=is_box)
+        chosen, arrays = [], []
+        for i, info in enumerate(jax.tree.leaves(self.model.parameters)):
+            box = leaves[i]
+            if info.is_float8 and is_box(box) and (dims := box.gather_dims()):
+                axes = tuple(dict.fromkeys(axis for _, of_dim in dims for axis in of_dim))
+                chosen.append(i)
+                arrays.append((box.value, box.comm, axes, tuple(sorted(info.loop_dims))))
+        for i, largest in zip(chosen, agree_on_largest(arrays), strict=True):
+            leaves[i] = leaves[i].replace(largest=largest)
+        return jax.tree.unflatten(structure, leaves)
 
     def _metrics(
         self,
@@ -542,10 +577,18 @@ class Step(Summarized):
         return map_in_scopes(function, trained(self.placements), *trees)
 
 
+class _Largest(NamedTuple):
+    """The field `largest` of a trained parameter's box, which is not differentiated."""
+
+    value: jax.Array
+
+
 def _join(place: ParameterSharding, x: Any, other: Any) -> Any:
     """Joins what `_split_off_scattered` and `partition` divided, and gathers it if it is kept."""
     if is_masked(x):
         x = other
+    elif isinstance(other, _Largest):
+        x = x.replace(largest=other.value)
     elif not is_masked(other):
         x = ReplicatedParameter.from_gradient(x, other)
     return _unbox_kept(place, x)

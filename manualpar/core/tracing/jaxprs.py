@@ -74,6 +74,68 @@ def without_gradients(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=[ordinary(eqn) for eqn in jaxpr.eqns])
 
 
+# Operations that only move or cast the elements of their first operand.
+_MOVES = TYPE_CASTS | {
+    *("broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "name", "pcast"),
+    *("reduce_precision", "reshape", "slice", "squeeze", "transpose"),
+}
+
+
+def read_only_by(jaxpr: Jaxpr, is_reader: Callable[[Any], bool]) -> list[bool]:
+    """Finds the inputs of a program that are read, and only by equations with `is_reader(eqn)`.
+
+    The elements of an input are followed through operations that move or cast them, into calls,
+    and into the iterations of loops. A value that a loop carries, or that a program returns, counts
+    as read by something else.
+
+    Returns:
+      A bool for each input of `jaxpr`.
+    """
+    found, others = set[int](), set[int]()
+
+    def walk(jaxpr: Jaxpr, origins: list[frozenset[int]]) -> list[frozenset[int]]:
+        of = {v: x for v, x in zip(jaxpr.invars, origins, strict=True) if x}
+
+        def origin(v: Any) -> frozenset[int]:
+            return frozenset() if isinstance(v, Literal) else of.get(v, frozenset())
+
+        for eqn in jaxpr.eqns:
+            operands = [origin(v) for v in eqn.invars]
+            if not any(operands):
+                continue
+            name, first = eqn.primitive.name, 0
+            inner = [x for _, x in inner_jaxprs(eqn)]
+            if is_reader(eqn):
+                found.update(*operands)
+                continue
+            if name in _MOVES:
+                others.update(*operands[1:])
+                of[eqn.outvars[0]] = operands[0]
+                continue
+            if name == "optimization_barrier":
+                of.update(zip(eqn.outvars, operands, strict=True))
+                continue
+            if name == "cond":
+                first = 1
+            if name == "scan":
+                consts, carried = scan_sizes(eqn.params)
+                others.update(*operands[consts : consts + carried])
+            if not inner or any(len(x.invars) != len(operands) - first for x in inner):
+                others.update(*operands)
+                continue
+            results = [walk(x, operands[first:]) for x in inner]
+            if name == "scan":
+                for result in results:
+                    others.update(*result)
+            else:
+                for i, v in enumerate(eqn.outvars):
+                    of[v] = frozenset().union(*(result[i] for result in results))
+        return [origin(v) for v in jaxpr.outvars]
+
+    others.update(*walk(jaxpr, [frozenset({i}) for i in range(len(jaxpr.invars))]))
+    return [i in found - others for i in range(len(jaxpr.invars))]
+
+
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns how many of a scan's operands are constants, and how many are carried values."""
     if "num_consts" in params:

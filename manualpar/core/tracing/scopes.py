@@ -19,8 +19,10 @@ __all__ = [
     "DECODE_SCOPE",
     "EXAMPLES_SCOPE",
     "EXPERT_SCOPE",
+    "FLOAT8_SCOPE",
     "GATHER_SCOPE",
     "HALVES",
+    "INT8_SCOPE",
     "METRICS_SCOPE",
     "NEW_PARAMS_SCOPE",
     "NONFINITE_SCOPE",
@@ -81,6 +83,8 @@ REGATHER = "regather_params"  # A purpose that has no scope, see `purpose_of`.
 # The scope of operations that the backward pass computes again. JAX uses the same name.
 RECOMPUTED_SCOPE = "rematted_computation"
 DECODE_SCOPE = "decode_params"  # Not a collective: a weight is quantized or dequantized.
+# Not collectives: products that quantize both of their factors.
+FLOAT8_SCOPE, INT8_SCOPE = "float8_product", "int8_product"
 
 
 def purpose_of(scope: str) -> str | None:

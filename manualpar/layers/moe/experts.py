@@ -7,6 +7,7 @@ import jax
 
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.layers.boundaries import bound_axes
+from manualpar.layers.low_precision import MATMULS
 from manualpar.layers.model_fields import (
     MOST_WRITTEN_OUT,
     FieldGroup,
@@ -159,6 +160,14 @@ def check_moe(moe: Any, x: jax.Array, mask: jax.Array | None) -> None:
     for field in ("num_shared", "shared_size", "bias_rate"):
         if not getattr(moe, field) >= 0:
             refuse(moe, field, "0 for none, or more")
+    refuse_unknown(moe, "matmul", MATMULS)
+    if moe.matmul and moe.capacity_factor is None:
+        refuse(
+            moe,
+            "matmul",
+            "'' without a capacity, because XLA has no grouped product of codes; give the experts "
+            "a capacity_factor, or leave them out of matmul_layers",
+        )
     if moe.num_shared and moe.shared_size:
         refuse(
             moe, "shared_size", f"0 with num_shared={moe.num_shared}, because both give one size"

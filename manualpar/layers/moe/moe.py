@@ -31,6 +31,7 @@ from manualpar.core.parameters.collectives import cast_to_varying, gather_invari
 from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import bound_axes, enter, leave, platform_traced_for
+from manualpar.layers.low_precision import Matmul, multiply_stacks, tensordot
 from manualpar.layers.moe.experts import check_moe
 from manualpar.layers.moe.routing import (
     BIAS,
@@ -154,6 +155,7 @@ class LocalExperts(NamedTuple):
       tokens_differ: Whether tokens differ along these axes. If tokens differ, they are sent to
         their experts.
       gating: How the gates of an expert multiply its features.
+      matmul: The format of products, see `MoE`.
     """
 
     weights: Weights
@@ -161,6 +163,7 @@ class LocalExperts(NamedTuple):
     axes: tuple[str, ...]
     tokens_differ: bool
     gating: Gating = SWIGLU
+    matmul: Matmul = ""
 
     def on_device(self) -> tuple[jax.Array | int, int]:
         """Returns the index of this device's first expert, and the number of its experts."""
@@ -215,6 +218,7 @@ def compute_with_capacity(
         _send(slots_HTD, experts, 0, 1),
         experts.weights,
         experts.gating,
+        product=functools.partial(multiply_stacks, matmul=experts.matmul),
         of_rows=lambda bias_HX: bias_HX[:, None],
     )
     slots_HTD = _send(slots_HTD, experts, 1, 0)
@@ -438,6 +442,9 @@ class MoE(nn.Module):
         SwiGLU.
       swiglu_alpha: The factor `alpha` of `swiglu_limit`.
       down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
+      matmul: The format of the experts' products: `"float8"`, in which each expert has scales of
+        its own, or `"int8"`, see `manualpar.layers.float8_dot_general`; `""` for the dtype of the
+        input. It needs a capacity.
     """
 
     num_experts: int
@@ -464,6 +471,7 @@ class MoE(nn.Module):
     biases: bool = False
     swiglu_limit: float = 0.0
     swiglu_alpha: float = 1.0
+    matmul: Matmul = ""
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
@@ -591,7 +599,7 @@ class MoE(nn.Module):
                 down_bias=down_bias,
             )
         gating = Gating(self.swiglu_limit, self.swiglu_alpha)
-        return LocalExperts(weights, E, axes, tokens_differ, gating)
+        return LocalExperts(weights, E, axes, tokens_differ, gating, self.matmul)
 
     def _shared(self, x_BSD: jax.Array) -> jax.Array:
         D, model_axis = x_BSD.shape[-1], self.model_axis or None
@@ -599,7 +607,8 @@ class MoE(nn.Module):
         into, out = split(_normal(1.0), (None, model_axis)), (model_axis, None)
         gate, up = (self.param(f"shared_{name}", into, (D, F)) for name in ("gate", "up"))
         down = self.param("shared_down", split(_normal(self.down_scale), out), (F, D))
-        y_BSD = gated_mlp(x_BSD, Weights(gate, up, down))
+        product = functools.partial(tensordot, contracted=1, matmul=self.matmul)
+        y_BSD = gated_mlp(x_BSD, Weights(gate, up, down), product=product)
         if not self.shared_is_gated:
             return y_BSD
         router_D1 = self.param("shared_router", nn.initializers.normal(D**-0.5), (D, 1))
