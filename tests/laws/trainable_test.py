@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, Pipeline, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.modes.strategy import MODES
 from manualpar.core.trees import path_name
-from manualpar.inspect import bytes_by_axes, parameter_collectives, ledger, state_bytes, step_bytes
+from manualpar.inspect import bytes_by_axes, ledger, parameter_collectives, state_bytes, step_bytes
 from manualpar.inspect.memory import step_memory
 from manualpar.inspect.state_layout import trained_parts
 from manualpar.models import Context, Experts, Split, Transformer
