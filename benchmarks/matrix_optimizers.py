@@ -248,7 +248,7 @@ def growth_rows(sizes: Sequence[int]) -> list[str]:
         numbers = [traced / MIB, closed / MIB, found.flops_by_phase()["update"] / 1e9]
         least = [fewest_bytes(size) / MIB, least_flops(size) / 1e9]
         rows.append([str(size), *(f"{x:,.2f}" for x in (*numbers, *least))])
-    names = ["devices", "extra, traced", "in closed form", "update", "fewest bytes", "least work"]
+    names = ["devices", "extra, traced", "by formula", "update", "fewest bytes", "least work"]
     return table(names, rows)
 
 

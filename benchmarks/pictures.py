@@ -73,7 +73,7 @@ def _ledger_table(ledger: dict[str, Any]) -> Table:
         "gradients": purposes["scatter_gradients"],
     }
     rows: list[tuple[str, int, dict[str, int]]] = [
-        ("sent: closed form", ledger["predicted_bytes"]["total"], {}),
+        ("sent: formula", ledger["predicted_bytes"]["total"], {}),
         ("sent: step as written", sent["total"], by_kind),
         ("sent: step as compiled", compiled["bytes"], {}),
         ("held: step as written", held["peak"], sizes),

@@ -75,8 +75,8 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Route, partition
+from manualpar.core.parameters.collectives import EXACT, MixedPrecisionPolicy
+from manualpar.core.parameters.placement import ParameterInfo, ParameterSharding, partition
 from manualpar.core.program.program import Program
 from manualpar.core.program.whole_matrices import MatrixFunctions
 from manualpar.core.tracing.scopes import (
@@ -107,7 +107,7 @@ from manualpar.layers.pipeline.staged_loss import StagedLoss
 # A strategy gives three counts for each parameter: how often a step gathers it, scatters its
 # gradient and gathers its new value (`manualpar.core.modes.strategy.CommCounts`). The parameter's
 # placement gives the axes. `manualpar.inspect.expected_bytes` explains the bytes, and sums them
-# for a program; `manualpar.plans.closed_form` uses the same collectives for layouts without a
+# for a program; `manualpar.plans.layouts` uses the same collectives for layouts without a
 # program.
 #
 # In a pipeline whose stages run several chunks of layers, one use of a stacked parameter reads
@@ -134,7 +134,7 @@ class Sending(Protocol):
         """The minibatches of a step."""
 
     @property
-    def comm(self) -> CommPolicy:
+    def comm(self) -> MixedPrecisionPolicy:
         """The dtypes and quantizers with which values are sent."""
 
 
@@ -170,7 +170,13 @@ class _DimGather(NamedTuple):
         return self.axis_size > 1 or not self.is_data
 
     def gather(
-        self, times: int, scope: str, comm: CommPolicy, dtype: Any, sent: Any, parts: int = 1
+        self,
+        times: int,
+        scope: str,
+        comm: MixedPrecisionPolicy,
+        dtype: Any,
+        sent: Any,
+        parts: int = 1,
     ) -> Collective:
         """Returns the all-gathers of this round, as one `Collective`, for `times` gathers.
 
@@ -185,7 +191,7 @@ class _DimGather(NamedTuple):
         return Collective("all_gather", self.axes, self.axis_size, shape, sent, times, scope)
 
     def scatter(
-        self, times: int, scope: str, comm: CommPolicy, reduced: Any, parts: int = 1
+        self, times: int, scope: str, comm: MixedPrecisionPolicy, reduced: Any, parts: int = 1
     ) -> Collective:
         """Returns `times` reduce-scatters of the gradient, or all-to-alls if it is quantized."""
         n, times = self.elements // self.calls, times * self.calls // parts
@@ -199,7 +205,7 @@ class _DimGather(NamedTuple):
 class ParameterForm:
     """The collectives of one parameter of a program, and of its gradient."""
 
-    def __init__(self, program: Sending, info: ParameterInfo, place: Route) -> None:
+    def __init__(self, program: Sending, info: ParameterInfo, place: ParameterSharding) -> None:
         self.program, self.info, self.place = program, info, place
         self.comm = program.comm.for_parameter(
             info.dtype, trainable=place.trainable, is_float8=place.is_float8
@@ -400,7 +406,7 @@ class ParameterForm:
 def _gathers(
     program: Sending,
     info: ParameterInfo,
-    place: Route,
+    place: ParameterSharding,
     names: Names,
     shard: int,
     calls: int,
@@ -427,7 +433,7 @@ def _gathers(
     return gathers
 
 
-def _data_shards(program: Sending, place: Route) -> int:
+def _data_shards(program: Sending, place: ParameterSharding) -> int:
     """Returns the number of shards of a parameter along the axes that split the batch."""
     axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
     return axes_size(program.mesh, tuple(axes))
@@ -449,7 +455,7 @@ def elements_on_device(
 
 
 def mean_collectives(
-    comm: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
+    comm: MixedPrecisionPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
 ) -> Iterator[Collective]:
     """Yields the collectives that compute the mean of `n` numbers over `size` devices."""
     if size > 1 and (code := comm.reduce_quantizer(n / size, dtype, axes)):
@@ -702,7 +708,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
 
 def _bytes_of(
     program: Program,
-    uses: Iterable[tuple[tuple[ParameterInfo, Route], Uses]],
+    uses: Iterable[tuple[tuple[ParameterInfo, ParameterSharding], Uses]],
     of_update: Iterable[Collective],
 ) -> dict[tuple[str, ...], Fraction]:
     """Sums the bytes that a device sends for parameters, given the uses of each parameter."""
@@ -761,7 +767,7 @@ def outer_step_bytes(
     return bytes_by_axes(sent)
 
 
-def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+def parameter_collectives(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Returns the collectives of a traced step that `step_bytes` predicts.
 
     Collectives of metrics, of collections and of layers are left out. A collective from other code

@@ -23,8 +23,8 @@ speed keeps a round number for its products, and its `calibration` says so.
 Attention on GPUs has two speeds. `CUDNN` has the speed of single kernels on an H200. A program that
 is traced or compiled gets it, because its kernels have known sizes. `FITTED_ATTENTION` has the mean
 share in complete steps of other frameworks, from which a fit can separate attention only roughly:
-the halves give 0.40 and 0.23. The closed form and the stages of a pipeline get it. With `CUDNN` in
-the closed form the published speeds are estimated no better (3.7% in place of 3.8% on average in
+the halves give 0.40 and 0.23. The formula and the stages of a pipeline get it. With `CUDNN` in
+the formula the published speeds are estimated no better (3.7% in place of 3.8% on average in
 the fitted half), and rows with pipelines and split sequences would decide about the share alone.
 The search of a plan traces its best layouts again, so its table has the first speed.
 """

@@ -92,7 +92,7 @@ class StepWork(Summarized):
       attention: For attention that runs in a kernel, the numbers in the queries of all layers, and
         the runs of the kernel's forward pass; `None` if the trace does not say.
       stacked: The bytes that loops over layers keep for the backward pass.
-      source: The source of the estimate: `roofline` for a traced program, or `closed form`.
+      source: The source of the estimate: `roofline` for a traced program, or `formula`.
     """
 
     name: str

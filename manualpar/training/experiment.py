@@ -513,9 +513,9 @@ def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[s
 # -------------------------------------------------------------------------------------------------
 # Counts the model FLOPs per example of a training step, also if some parameters are frozen.
 #
-# A task counts the FLOPs of training all parameters of a model, in closed form. A step with frozen
+# A task counts the FLOPs of training all parameters of a model, by formula. A step with frozen
 # parameters does not compute their gradients, nor the gradients of activations before the first
-# trained parameter. Adapters add matrix products. So the closed form is multiplied by a ratio: the
+# trained parameter. Adapters add matrix products. So the formula is multiplied by a ratio: the
 # FLOPs of this step, divided by the FLOPs of a step that trains all parameters of the task's
 # model. Both are counted in steps traced on one device. Recomputation in the backward pass is not
 # counted.
@@ -537,7 +537,7 @@ def flops_of_example(task: Task, model: Any, program: Program) -> float | None:
     if task.flops_per_example is None or all(place.trainable for _, place in program.parameters):
         return task.flops_per_example
     some = _products(model, task, program, program.model.trainable)
-    # This also takes the gradient with respect to the batch, because the closed form counts the
+    # This also takes the gradient with respect to the batch, because the formula counts the
     # gradients of float inputs.
     every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
     return task.flops_per_example * float(some / every)

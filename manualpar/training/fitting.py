@@ -21,7 +21,7 @@ from manualpar.errors import suggest
 from manualpar.inspect.tables import print_line
 from manualpar.system.cluster import Cluster, initialize
 from manualpar.system.storage import AnyPath, as_path
-from manualpar.training.agreed_facts import experiment_facts, run_facts
+from manualpar.training.agreement import experiment_facts, run_facts
 from manualpar.training.config import (
     ALL_FIELDS,
     OWN,

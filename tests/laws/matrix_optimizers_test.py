@@ -14,7 +14,7 @@ import pytest
 
 from manualpar import Batch, data_parallel, diloco, fsdp, hsdp, make_mesh, zero
 from manualpar.core.tracing.scopes import MATRICES_SCOPE
-from manualpar.inspect import bytes_by_axes, ledger, of_parameters, step_bytes
+from manualpar.inspect import bytes_by_axes, ledger, parameter_collectives, step_bytes
 from manualpar.inspect.budgets import check_budget, parse_budgets
 from manualpar.inspect.expected_bytes import matrix_functions
 from manualpar.models import Split, Transformer
@@ -258,7 +258,7 @@ def test_replicas_that_train_separately_own_the_matrices_of_their_own(devices8):
 # Bytes, operations, and what XLA adds.
 
 
-def test_an_owner_has_the_bytes_and_the_work_of_the_closed_form(devices8):
+def test_an_owner_has_the_bytes_and_the_work_of_the_formula(devices8):
     """`down` [24, 12] is exchanged transposed, together with `up` [12, 24]."""
     program = build("hsdp", muon())
     groups = {group.paths: group for group in matrix_functions(program).groups}
@@ -274,7 +274,7 @@ def test_an_owner_has_the_bytes_and_the_work_of_the_closed_form(devices8):
     # One matrix of each group on an owner: five times `4 m^2 n + 2 m^3`.
     work = sum(5 * (4 * 12**2 * n + 2 * 12**3) for n in (24, 16, 16, 16))
     assert found.flops_by_phase()["update"] == work
-    sent = bytes_by_axes(of_parameters(found.collectives))
+    sent = bytes_by_axes(parameter_collectives(found.collectives))
     closed = step_bytes(program)
     assert sent["data",] <= closed["data",] <= 2 * sent["data",]
 

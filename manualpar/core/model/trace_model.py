@@ -306,7 +306,8 @@ class OtherModel:
       variables: The abstract variables by collection; annotated parameters are in boxes.
       infos: The tree of its parameters with a `ParameterInfo` at each leaf, if its own program
         places them; `None` if the program of the loss places them.
-      placements: The tree of its parameters with a `Route` at each leaf, or `None` likewise.
+      placements: The tree of its parameters with a `ParameterSharding` at each leaf, or `None`
+        likewise.
       sends: How often its own strategy sends a parameter, see `Strategy.sends`, or `None` likewise.
     """
 

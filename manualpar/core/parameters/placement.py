@@ -11,7 +11,7 @@ import fnmatch
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import optax
@@ -28,24 +28,24 @@ from manualpar.core.parameters.annotations import (
 )
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.trees import Infos, Params, Placements, path_keys, path_name
-from manualpar.errors import suggest
+from manualpar.errors import old_names, suggest
 
 __all__ = [
     "Declared",
     "MatrixDims",
     "ParameterInfo",
+    "ParameterSharding",
     "PlaceFn",
     "Placement",
-    "Route",
     "choose_matrices",
     "combine",
     "describe_parameters",
     "is_trained",
     "map_in_scopes",
     "param_specs",
+    "parameter_sharding",
     "partition",
     "replicate",
-    "route_parameter",
     "shard_one_dim",
     "shard_state_only",
     "split_over_stages",
@@ -362,11 +362,11 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Route(Placement):
+class ParameterSharding(Placement):
     """A placement, with the axes over which the parameter is gathered and its gradient is reduced.
 
     The added fields follow from the placement and from the roles of the mesh axes, see
-    `route_parameter`.
+    `parameter_sharding`.
 
     Attributes:
       mean_axes: The mesh axes along which devices see different examples. The gradient is averaged
@@ -413,15 +413,15 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
 PlaceFn = Callable[[ParameterInfo, tuple[str, ...], int], Placement]
 
 
-def route_parameter(
+def parameter_sharding(
     placement: Placement, parameter: ParameterInfo, roles: AxisRoles, mesh: Mesh
-) -> Route:
-    """Returns the route that follows from a strategy's placement and the roles of the axes."""
+) -> ParameterSharding:
+    """Returns the sharding that follows from a strategy's placement and the roles of the axes."""
     axes = [axis for name in placement.names for axis in axis_tuple(name)]
     split = parameter.split_axes
     if placement.state_names is not None and not parameter.trainable:  # It has no state to shard.
         placement = Placement(placement.names, keep=placement.keep)
-    return Route(
+    return ParameterSharding(
         placement.names,
         placement.note,
         placement.state_names,
@@ -720,7 +720,8 @@ def is_trained(path: str, globs: tuple[str, ...]) -> bool:
 def partition(placements: Placements, tree: Any) -> tuple[Any, Any]:
     """Divides a tree like the parameters, with or without boxes, into a trained and a frozen part.
 
-    Each leaf of `placements` has the field `trainable`: it is a `Route` or a `ParameterInfo`.
+    Each leaf of `placements` has the field `trainable`: it is a `ParameterSharding` or a
+    `ParameterInfo`.
     """
 
     def part(is_trained: bool) -> Any:
@@ -755,3 +756,9 @@ def combine(parts: tuple[Any, Any]) -> Any:
 def is_masked(x: Any) -> bool:
     """Returns whether a leaf is a placeholder for a parameter of the other part."""
     return isinstance(x, optax.MaskedNode)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(
+        __name__, {"Route": "ParameterSharding", "route_parameter": "parameter_sharding"}
+    )

@@ -60,7 +60,7 @@ class Update(Summarized):
 
     Attributes:
       mode: Decides whether this package or XLA writes the collectives.
-      placements: The tree of parameters with a `Route` at each leaf.
+      placements: The tree of parameters with a `ParameterSharding` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
       norm_metrics: Whether to compute norms of the gradient, the update and the parameters.
     """

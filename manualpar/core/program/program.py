@@ -51,22 +51,22 @@ from manualpar.core.modes.strategy import (
 )
 from manualpar.core.parameters.annotations import check_rules
 from manualpar.core.parameters.collectives import (
-    CommPolicy,
     GatherCode,
+    MixedPrecisionPolicy,
     Quantizer,
     ReduceCode,
 )
 from manualpar.core.parameters.placement import (
     ParameterInfo,
+    ParameterSharding,
     Placement,
-    Route,
     as_parameter,
     choose_matrices,
     like_params,
     map_padded,
     param_specs,
+    parameter_sharding,
     partition,
-    route_parameter,
     state_specs,
     strip_boxes,
     trained,
@@ -324,7 +324,7 @@ class OuterSteps(Summarized, abc.ABC):
     fragments: tuple[int | None, ...]
     steps: tuple[Any, ...]
     overlapped_steps: tuple[Any, ...]
-    comm: CommPolicy
+    comm: MixedPrecisionPolicy
 
     @abc.abstractmethod
     def step_at(self, number: int) -> StepFunction:
@@ -365,8 +365,8 @@ class Program(Summarized):
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
       comm: The formats in which values are sent, and whether collectives run axis by axis.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
-      parameters: A `(ParameterInfo, Route)` for each parameter, in the order of the tree. The
-        route's note gives the reason why a parameter is replicated.
+      parameters: A `(ParameterInfo, ParameterSharding)` for each parameter, in the order of the
+        tree. The sharding's note gives the reason why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
       unpadded_state: The abstract state without padding and shardings, as on one device.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
@@ -404,9 +404,9 @@ class Program(Summarized):
     mesh: Mesh
     data_axes: tuple[str, ...]
     num_minibatches: int
-    comm: CommPolicy
+    comm: MixedPrecisionPolicy
     layout: TrainState
-    parameters: tuple[tuple[ParameterInfo, Route], ...]
+    parameters: tuple[tuple[ParameterInfo, ParameterSharding], ...]
     abstract_state: TrainState
     unpadded_state: TrainState
     abstract_batch: Any
@@ -457,7 +457,7 @@ class Program(Summarized):
 
     @property
     def placements(self) -> Any:
-        """The tree of parameters with a `Route` at each leaf."""
+        """The tree of parameters with a `ParameterSharding` at each leaf."""
         return self.model.own(self.step.placements)
 
     @property
@@ -640,8 +640,8 @@ def _design(
     def place(info: ParameterInfo) -> Placement:
         return place_parameter(strategy, info, shard_axes, mesh)
 
-    def route(info: ParameterInfo) -> Route:
-        return route_parameter(place(info), info, roles, mesh)
+    def sharding_of(info: ParameterInfo) -> ParameterSharding:
+        return parameter_sharding(place(info), info, roles, mesh)
 
     def is_gathered(info: ParameterInfo) -> bool:
         placement = place(info)
@@ -664,7 +664,7 @@ def _design(
     # So these parameters are not gathered over axes that do not split the batch.
     if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
-    placements = jax.tree.map(route, traced_model.parameters)
+    placements = jax.tree.map(sharding_of, traced_model.parameters)
     for key, other in traced_model.others.items():
         if other.placements is not None:
             placements[key] = other.placements
@@ -814,7 +814,7 @@ def _as_other_model(name: str, program: Program) -> OtherModel:
     def describe(info: ParameterInfo) -> ParameterInfo:
         return dataclasses.replace(info, path=f"{name}/{info.path}", trainable=False)
 
-    def freeze(place: Route) -> Route:
+    def freeze(place: ParameterSharding) -> ParameterSharding:
         return dataclasses.replace(place, trainable=False)
 
     return OtherModel(

@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from manualpar.core.mesh.mesh import make_mesh
 from manualpar.core.mesh.mesh_context import no_mesh
 from manualpar.core.parameters.collectives import gather_invariant
-from manualpar.core.parameters.placement import Route, map_in_scopes, param_specs
+from manualpar.core.parameters.placement import ParameterSharding, map_in_scopes, param_specs
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import Batch, TrainState
@@ -269,7 +269,7 @@ class CachedSteps:
         return logits[:, : self.model.vocab_size], new[NEW_KEYS]
 
     def _boxes(self, params: Any) -> Any:
-        def box(place: Route, x: jax.Array) -> Any:
+        def box(place: ParameterSharding, x: jax.Array) -> Any:
             boxed = self.program.step.mode.box(place, x)
             return boxed.unbox() if place.keep and is_box(boxed) else boxed
 

@@ -32,7 +32,7 @@ from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn, Metrics
 from manualpar.core.model.options import PROGRAM_OPTIONS, ProgramOptions, first_sentences
-from manualpar.core.parameters.collectives import CommPolicy, Format, Quantization
+from manualpar.core.parameters.collectives import Format, MixedPrecisionPolicy, Quantization
 from manualpar.core.parameters.placement import with_shardings
 from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import JittedSteps, OuterSteps, Program, StepFunction
@@ -244,7 +244,7 @@ def build_diloco(
     replica_axes: tuple[str, ...],
     every: int,
     outer_tx: optax.GradientTransformation,
-    outer_comm: CommPolicy,
+    outer_comm: MixedPrecisionPolicy,
     num_fragments: int,
     overlap: bool,
     compiler_options: dict[str, Any] | None,
@@ -435,7 +435,7 @@ def diloco(
         replica_axes=axes,
         every=every,
         outer_tx=outer_tx,
-        outer_comm=CommPolicy(
+        outer_comm=MixedPrecisionPolicy(
             reduce=Format(
                 inner_program.comm.reduce.dtype,
                 BlockQuantizer(outer_code) if outer_code else None,
