@@ -319,9 +319,9 @@ def draw_exchange(path: Path) -> None:
                     width = 3.8 if is_whole else 0.8
                     axes.add_patch(Rectangle((start, bottom), width, 0.8, color=colors[matrix]))
         for column, label in enumerate(["all-to-all", "all-to-all"]):
-            start = 14 * column + 8.2
-            axes.annotate("", (start + 2.6, 2), (start, 2), arrowprops={"arrowstyle": "->"})
-            axes.text(start + 1.3, 2.2, label, ha="center", fontsize=8)
+            tail = 14 * column + 8.2
+            axes.annotate("", (tail + 2.6, 2), (tail, 2), arrowprops={"arrowstyle": "->"})
+            axes.text(tail + 1.3, 2.2, label, ha="center", fontsize=8)
         axes.text(18, -0.6, "the matrix function runs here", ha="center", fontsize=8)
         axes.set(xlim=(-4, 37), ylim=(-0.9, 5))
         axes.axis("off")

@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train(path: Path, folder: str, steps: int) -> Outcome:
     """Runs a script, and reads the lines that it prints."""
-    command = [sys.executable, *SCRIPTS[path.stem.removeprefix("with_")], path, folder, str(steps)]
+    options = SCRIPTS[path.stem.removeprefix("with_")]
+    command = [sys.executable, *options, str(path), str(folder), str(steps)]
     environment = os.environ | {
         "PYTHONPATH": str(FOLDER.parents[1]),
         "PYTHONWARNINGS": "ignore",

@@ -376,7 +376,8 @@ def _of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
 
     def of_arrays(*arrays: Any) -> list[Any]:
         given = iter(arrays)
-        out = function(*tree.unflatten([next(given) if _is_array(x) else x for x in leaves]))
+        filled = [next(given) if _is_array(x) else x for x in leaves]
+        out = function(*jax.tree.unflatten(tree, filled))
         return [x for x in jax.tree.leaves(out) if _is_array(x)]
 
     return of_arrays, list(filter(_is_array, leaves))

@@ -314,7 +314,7 @@ class LowPrecision(FieldGroup):
 
     def __post_init__(self) -> None:
         refuse_unknown(self, "matmul", MATMULS)
-        if not self.layers or isinstance(self.layers, str):
+        if not self.layers or not isinstance(self.layers, tuple):
             refuse(self, "layers", "a tuple of one or more globs such as ('mlp/*',)")
         if not self.matmul and self.layers != ("*",):
             refuse(self, "layers", "('*',) without matmul")
