@@ -330,7 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     references: dict[tuple[str, ...], Row] = {}
     with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
-        for row in pool.map(lambda one: compile_row(*one, remat=args.remat), wanted):
+        for row in pool.map(
+            lambda one: compile_row(one[0], one[1], one[2], one[3], args.remat), wanted
+        ):
             rows.append(row)
             if row.program == REFERENCE:
                 references[row.key[:-1]] = row
