@@ -20,6 +20,7 @@ has grown by more than one percent since that run.
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import math
