@@ -330,10 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = list(itertools.product(args.shapes, args.topologies, args.layouts, args.programs))
     rows: list[Row] = []
     references: dict[tuple[str, ...], Row] = {}
+    compile_one = functools.partial(compile_row, remat=args.remat)
     with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
-        for row in pool.map(
-            lambda one: compile_row(one[0], one[1], one[2], one[3], args.remat), wanted
-        ):
+        for row in pool.map(compile_one, *zip(*wanted, strict=True)):
             rows.append(row)
             if row.program == REFERENCE:
                 references[row.key[:-1]] = row
