@@ -47,7 +47,7 @@ def _sync(first: str) -> Signature:
     return Signature("sync", (first, "axis_names"), "axis_names", is_tree=True)
 
 
-_PLANNED = Signature("gather", ("x", "code", "plan"), plan="plan")
+_PLANNED = Signature("gather", ("x", "code", "largest", "plan"), plan="plan")
 
 JAX: Mapping[str, Signature] = {
     "psum": _reduction(),

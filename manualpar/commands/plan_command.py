@@ -134,8 +134,8 @@ FLAGS: Mapping[str, Flag] = {
     ),
     "search": Flag(
         "Ranks ways to run the config on the devices. For a transformer with sharded parameters, "
-        "estimates all layouts over replica, stage, data, context, expert and model in closed "
-        "form. For another config, traces strategies and meshes.",
+        "estimates all layouts over replica, stage, data, context, expert and model by "
+        "formula. For another config, traces strategies and meshes.",
         bool,
         False,
     ),
@@ -317,8 +317,7 @@ def _search(command: CommandLine, console: rich.console.Console) -> Callable[[Pa
     obstacle = _find_no_formula(command)
     if flags.layouts and obstacle:
         raise ValueError(
-            f"--layouts: {obstacle}; use --search, which traces programs if there is no closed "
-            "form."
+            f"--layouts: {obstacle}; use --search, which traces programs if there is no formula."
         )
     if obstacle and flags.search:
         print_line(console, f"There is no formula, so programs are traced: {obstacle}.")

@@ -140,7 +140,7 @@ def test_the_flags_of_a_layout_make_its_config(layout):
             "parallel.error_feedback is True, expected False",
         ),
         (["--config.parallel.regather_axes=('data',)"], "regather_axes is ('data',), expected"),
-        (["--config.parallel.reshard_after_forward=False"], "expected True, because the closed"),
+        (["--config.parallel.reshard_after_forward=False"], "expected True, because the formula"),
         (["--config.parallel.param_dtype=bfloat16"], "param_dtype is 'bfloat16', expected"),
         (
             ["--config.data.batch_size=1", "--config.data.sequence_length=127"],

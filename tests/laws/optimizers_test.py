@@ -348,8 +348,9 @@ BYTES = {
     "multi_transform": 4 * (2 * 119 + 1 + (128 - 119)),
     "contrib.muon": 4 * (71 + 1 + 3 + 2 * (128 - 71) + 1),
     "adafactor": 4 * (128 + 1 + 7 * 2),
-    # The momentum, the second moments that are not factored, and the factors, which are replicated.
-    "adafactor, factored": 4 * (128 + (30 + 3) + (16 + 7 + 48 + 16 + 12 + 24 + 4 * 2) + 2),
+    # The momentum, the second moments that are not factored, and the factors. Those with two dims
+    # are divided, and the others replicated.
+    "adafactor, factored": 4 * (128 + (30 + 3) + (16 + 7 + (48 + 16) // 8 + 12 + 24 + 4 * 2) + 2),
 }
 
 

@@ -60,8 +60,9 @@ def test_packed_chats_have_no_test_split_to_evaluate(tmp_path, monkeypatch, caps
     dataset = load_dataset("chat", seed=0, path=str(path), **options)
     program = types.SimpleNamespace(mesh=make_mesh({"data": 1}, jax.devices()[:1]))
     trained = Trained(program, None, dataset.tokenizer, 32, dataset, "step 3 of runs/1")
+    asked = types.SimpleNamespace(stop_tokens=frozenset())
     monkeypatch.setattr(command_flags, "load_run", lambda workdir, mesh: trained)
-    monkeypatch.setattr(command_flags, "Generator", lambda *args, **kwargs: None)
+    monkeypatch.setattr(command_flags, "Generator", lambda *args, **kwargs: asked)
     assert evaluate_command.main(["evaluate", "--workdir=runs/1"]) == 2
     message = "step 3 of runs/1 has a test split with several documents in a sequence, which"
     assert message in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_a_password_in_a_path_is_not_repeated(flag, capsys):
         generate_command.main(["generate", *others, f"{flag}=s3://AKIAUSER:hush@bucket/x"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert f"argument {flag}: a path on s3:// does not begin with the name of a bucket" in error
+    assert f"{flag}: a path on s3:// does not begin with the name of a bucket" in error
     assert "hush" not in error
     assert error.count("\n") == 1
 

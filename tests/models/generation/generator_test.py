@@ -179,6 +179,7 @@ class _Fixed:
             row_devices,
         )
         self._tokens, self.shapes = tokens, []
+        self.bos_token = self.model.bos_token
 
     def adopt(self, state):
         return state
