@@ -57,6 +57,8 @@ def check_replicas(check: Any, program: Any) -> None:
             if not check.has_dropout and not check.has_statistics:
                 near = allowance.moved(mine)
                 noisy = [check.answer(x, collections, piece, units=units) for x in near]
+                if check.overflows(named, noisy):
+                    return
                 allowance.check_gradients(named, its, expected, noisy)
             new = optimizers[replica].updated(mine, its)
             moved.append(new)
