@@ -130,8 +130,8 @@ class Allowance:
     ) -> None:
         """Raises WrongError if the sum or the count of a metric differs.
 
-        Where roundings may change the codes of activations, a metric may differ by several times its
-        differences in `noisy`, see `check_gradients`. `by_chance` has each metric's mean over other dropout masks, and the allowed distance from it.
+        `noisy` are the answers of `check_gradients`. `by_chance` has each metric's mean over other
+        dropout masks, and the allowed distance from it.
         """
         rtol = 0.05 if self.is_rough else 5e-3 if self.has_coded_products else 2e-5
         for name, (total, count) in expected.items():
@@ -143,13 +143,23 @@ class Allowance:
             got = metrics[name]
             if got[1] == 0 == count or (math.isnan(got[0]) and math.isnan(total)):
                 continue
-            if self.has_coded_products:
-                far += 6 * max((abs(x.metrics[name][0] - total) for x in noisy), default=0)
+            far += self.by_codes(name, total, noisy)
             allowed = rtol * max(abs(total), abs(count)) + 1e-6 + far
             of_count = rtol if self.has_learned_counts else 1e-5
             is_same = got[0] == total or abs(got[0] - total) <= allowed  # Both may be infinite.
             if abs(got[1] - count) > of_count * abs(count) or not is_same:
                 raise WrongError(f"{what}: metric {name} is {got}, one device's {(total, count)}")
+
+    def by_codes(self, name: str, total: float, noisy: Sequence[Answer]) -> float:
+        """Returns how far roundings may move a metric, where they may change codes of activations.
+
+        `total` is the metric's sum in one device's answer, and `noisy` are the answers of
+        `check_gradients`.
+        """
+        if not self.has_coded_products:
+            return 0.0
+        off = [abs(x.metrics[name][0] - total) for x in noisy]
+        return 3 * max(off, default=0.0) if np.isfinite(off).all() else math.inf
 
     def check_norms(self, what: str, metrics: Any, grads: Arrays, after: Arrays) -> None:
         """Raises WrongError if a reported norm differs."""
