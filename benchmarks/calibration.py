@@ -44,7 +44,7 @@ from benchmarks.results import note_conditions, write_results
 from manualpar.inspect.tables import TableColumn, describe_share, print_table
 from manualpar.planner.hardware import FITTED_ATTENTION, FITTED_PRODUCTS, SAME_PRODUCTS
 from manualpar.planner.plan import StepEstimate
-from manualpar.plans.closed_form.layout_estimate import estimate_layout
+from manualpar.plans.layouts.layout_estimate import estimate_layout
 
 RESULTS = Path(__file__).parent / "calibration.json"
 Shares = Mapping[str, float]  # Each share by its name, such as "products v5p", "attention torus".

@@ -1,8 +1,8 @@
 """Compares modes `manual` and `auto` for a language model, compiled by XLA for TPUs or GPUs.
 
 python -m benchmarks.compiled_for_chips [--topologies v5e:4x4 h100:8 ...] [--programs ...]
-    [--layouts fsdp hsdp ...] [--shapes 8x2048 7b] [--processes 1] [--output FILE.md]
-    [--json FILE.json] [--against FILE.json]
+    [--layouts fsdp hsdp ...] [--shapes 8x2048 7b] [--remat auto] [--processes 1]
+    [--output FILE.md] [--json FILE.json] [--against FILE.json]
 
 No TPU and no GPU is needed, but a compiler is: `pip install "manualpar[tpu-compiler]"` or
 `"manualpar[gpu-compiler]"`. Nothing is timed: HBM, collectives and cycles are read from the
@@ -20,6 +20,7 @@ has grown by more than one percent since that run.
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -32,6 +33,7 @@ import ml_collections
 
 from benchmarks.results import note_conditions, write_results
 from manualpar.core.mesh.compiler_options import Overlap, choose_options
+from manualpar.models.transformer import REMATS
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import parse_topology
@@ -250,8 +252,10 @@ def _seconds(plan: StepEstimate) -> tuple[float | None, ...]:
     return plan.compute_seconds, *sending, plan.step_seconds, plan.step_seconds_by_links
 
 
-def make_config(shape: Shape, topology: str, layout: Layout, variant: Variant) -> Any:
-    """Makes the config of one program, with full remat."""
+def make_config(
+    shape: Shape, topology: str, layout: Layout, variant: Variant, remat: str = "auto"
+) -> Any:
+    """Makes the config of one program, whose layers run in a loop if `remat` does not unroll it."""
     config = ml_collections.ConfigDict(load_config(CONFIG).to_dict())
     devices = parse_topology(topology)
     config.data.sequence_length = shape.sequence_length
@@ -259,7 +263,7 @@ def make_config(shape: Shape, topology: str, layout: Layout, variant: Variant) -
     config.model.num_layers, config.model.scan_layers = shape.layers, True
     config.model.hidden_size, config.model.mlp_size = shape.hidden_size, shape.mlp_size
     config.model.num_heads = config.model.num_kv_heads = shape.heads
-    config.model.remat = "full"
+    config.model.remat = remat
     config.parallel.mode = variant.mode
     config.parallel.overlap = variant.overlap
     config.parallel.gather_dtype = "bfloat16"
@@ -273,13 +277,13 @@ def make_config(shape: Shape, topology: str, layout: Layout, variant: Variant) -
     return config.lock()
 
 
-def compile_row(shape: str, topology: str, layout: str, program: str) -> Row:
+def compile_row(shape: str, topology: str, layout: str, program: str, remat: str = "auto") -> Row:
     """Compiles one program; if that fails, the row contains the reason."""
     is_tpu, variant = parse_topology(topology).chip.is_tpu, PROGRAMS[program]
     compile_step = compile_for_tpu if is_tpu else compile_for_gpu
     options = ALL_OPTIONS if variant.is_given_all and not is_tpu else None
     try:
-        config = make_config(SHAPES[shape], topology, LAYOUTS[layout], variant)
+        config = make_config(SHAPES[shape], topology, LAYOUTS[layout], variant, remat)
         plan = compile_step(config, topology, options=options, vocab_size=VOCAB_SIZE)
     except ValueError as error:
         return Row(shape, topology, layout, program, None, str(error))
@@ -313,6 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["fsdp"])
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(COMPARED))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8x2048"])
+    parser.add_argument("--remat", choices=REMATS, default="auto")
     parser.add_argument("--processes", type=int, default=1)
     for name in ("output", "json", "against"):
         parser.add_argument(f"--{name}", type=Path)
@@ -325,8 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = list(itertools.product(args.shapes, args.topologies, args.layouts, args.programs))
     rows: list[Row] = []
     references: dict[tuple[str, ...], Row] = {}
+    compile_one = functools.partial(compile_row, remat=args.remat)
     with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
-        for row in pool.map(lambda one: compile_row(*one), wanted):
+        for row in pool.map(compile_one, *zip(*wanted, strict=True)):
             rows.append(row)
             if row.program == REFERENCE:
                 references[row.key[:-1]] = row

@@ -7,7 +7,8 @@ minute, needs no GPU, and prints for each kind of kernel the numbers that half o
 the errors of both halves. It also prints the errors of the planner as it was before, with one share
 of the peak for products and one for attention. `manualpar/planner/hardware.py` has the numbers.
 
-Every second product is fitted. Of attention the fitted rows are those without which a number could
+Every second product is fitted, and so is every second rounding to float8, and every second product
+whose weights XLA transposes. Of attention the fitted rows are those without which a number could
 not be found: short and long, with and without documents. Attention in blocks is fitted to its
 longer causal rows; what it takes to start is left out, so short rows take longer than estimated.
 """
@@ -88,6 +89,39 @@ def of_products(rows: Sequence[Row]) -> list[Group]:
         errors = reached / share - 1
         groups.append(Group(name, FITTED_PRODUCTS_ROWS, {"share": share}, errors, before))
     return groups
+
+
+def of_changes(rows: Sequence[Row]) -> list[Group]:
+    """Fits the passes of rounding to float8, and of transposing weights in float8.
+
+    The largest number of an operand was found by a reduction, which the roofline counts as one pass
+    over 2 bytes a number. Rounding reads 2 bytes and writes 1. The errors of transpositions are
+    those of the product with its transposition.
+    """
+    hbm = CHIP.hbm_bandwidth * CHIP.hbm_efficiency
+    numbers = np.array([row["m"] * row["k"] for row in rows])
+    times = np.array([row["quantization ms"] / 1e3 for row in rows])
+    reduced = 2 * numbers / hbm
+    rounded = _passes("rounding", times, reduced, 3 * numbers / hbm, hardware.ROUNDED_PASSES)
+    weights = np.array([row["k"] * row["n"] for row in rows])
+    times = np.array([row["float8, transposed by XLA, ms"] / 1e3 for row in rows])
+    alone = np.array([row["float8 ms"] / 1e3 for row in rows])
+    flops = np.array([2 * row["m"] * row["k"] * row["n"] for row in rows])
+    computing = flops / CHIP.product_rate("float8")
+    fit = _passes("transposed", times, alone, 2 * weights, 1 / hardware.TRANSPOSED)
+    errors = (computing + 2 * weights / hardware.TRANSPOSED) / times - 1
+    numbers_of_fit = {"bytes per second": 1 / fit.numbers["passes"]}
+    return [rounded, Group(*fit[:2], numbers_of_fit, errors, computing / times - 1)]
+
+
+def _passes(
+    name: str, times: np.ndarray, fixed: np.ndarray, each: np.ndarray, used: float
+) -> Group:
+    """Fits `times = fixed + passes * each`; errors are with the planner's number, and with none."""
+    fitted = list(FITTED_PRODUCTS_ROWS)
+    passes = math.exp(np.log((times - fixed)[fitted] / each[fitted]).mean())
+    errors, before = ((fixed + n * each) / times - 1 for n in (used, 0.0))
+    return Group(name, fitted, {"passes": passes}, errors, before)
 
 
 def _shape(row: Row) -> tuple[int, int, int, int, int]:
@@ -184,7 +218,8 @@ def groups() -> list[Group]:
     """Fits all kinds of kernels."""
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     rows = measured["attention"]
-    return [*of_products(measured["products"]), of_cudnn(rows), of_blocks(rows)]
+    products = measured["products"]
+    return [*of_products(products), *of_changes(products), of_cudnn(rows), of_blocks(rows)]
 
 
 def main() -> None:

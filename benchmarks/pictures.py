@@ -73,7 +73,7 @@ def _ledger_table(ledger: dict[str, Any]) -> Table:
         "gradients": purposes["scatter_gradients"],
     }
     rows: list[tuple[str, int, dict[str, int]]] = [
-        ("sent: closed form", ledger["predicted_bytes"]["total"], {}),
+        ("sent: formula", ledger["predicted_bytes"]["total"], {}),
         ("sent: step as written", sent["total"], by_kind),
         ("sent: step as compiled", compiled["bytes"], {}),
         ("held: step as written", held["peak"], sizes),
@@ -146,7 +146,7 @@ def one_h200(tables: list[Table]) -> Picture:
 
 def compiled_gpus(tables: list[Table]) -> Picture:
     """Estimated milliseconds of steps that were compiled for eight H100s."""
-    (table,) = tables
+    table, _ = tables  # The second is of an older default.
     colors = {"auto, no options": AUTO, "auto, all options": TUNED_AUTO, "manual": MANUAL}
     cells = [
         (

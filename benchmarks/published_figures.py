@@ -35,7 +35,7 @@ from manualpar.models import Context, Transformer
 from manualpar.models.flat_fields import nest_fields
 from manualpar.models.transformer import flops_per_token
 from manualpar.planner.topology import Topology, parse_topology
-from manualpar.plans.closed_form.layout import Layout
+from manualpar.plans.layouts.layout import Layout
 
 _FIELDS = ("num_layers", "hidden_size", "mlp_size", "num_heads", "num_kv_heads", "vocab_size")
 

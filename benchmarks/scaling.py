@@ -55,7 +55,7 @@ class Point:
       batch_size: The size of the global batch.
       counts: The counts of the compiled step.
       traced: Bytes that a device sends in the traced program.
-      formula: Bytes that a device sends for parameters and gradients, by the closed form.
+      formula: Bytes that a device sends for parameters and gradients, by formula.
       overhead: The time of a step divided by the step time of one device with the same batch.
     """
 
@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         conditions.sentence(),
         "",
         "Simulated devices on one machine; bytes are a device's. Sent: in a step, as compiled, as "
-        "traced and by the closed form (the most that it can be for FSDP). Collectives, compiled: "
+        "traced and by formula (the most that it can be for FSDP). Collectives, compiled: "
         "all-gathers / reduce-scatters / all-reduces. Overhead: a step's time in parts of that of "
         "plain jit on one device with the same global batch, median and interval (95 %).",
         "",

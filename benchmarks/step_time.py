@@ -70,8 +70,8 @@ class Row:
       processor: Processor seconds of a step, for all threads, by round.
       processor_ratio: Like `ratio`, for processor time.
       traced: Bytes that a device sends in the traced program; `None` if XLA adds collectives.
-      formula: Bytes that a device sends for parameters and gradients, by the closed form
-        `step_bytes`; `None` if the program has no closed form.
+      formula: Bytes that a device sends for parameters and gradients, by the formula
+        `step_bytes`; `None` if the program has no formula.
     """
 
     program: str
@@ -281,7 +281,7 @@ def introduction(conditions: Conditions, num_devices: int) -> list[str]:
         "M of them, and FSDP, kept, over the rest. Of manual's time: the median over rounds, in "
         "brackets its interval (95 %), above 1 is slower; then processor time, of all threads. "
         "Sent: by a device in a step, as compiled, as traced (manual alone, metrics included) and "
-        "by the closed form (parameters and gradients; the most that it can be where weights are "
+        "by formula (parameters and gradients; the most that it can be where weights are "
         "gathered again). Collectives, compiled: all-gathers / reduce-scatters / all-reduces / "
         "others. XLA:CPU merges a gather with one before it where no loop is between them, so the "
         "unrolled models send less than they are written to.",

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from manualpar.core.mesh.splitting import fold_rng_over_axis
     from manualpar.core.modes.gradients import sync_gradients, sync_metrics
     from manualpar.core.parameters.collectives import gather_array_with_mean_grads
+    from manualpar.core.parameters.placement import MatrixDims
     from manualpar.core.parameters.sharded_parameter import ShardedParameter
-    from manualpar.core.program.program import Program
+    from manualpar.core.program.program import Program, muon_dims
     from manualpar.core.state.metrics import print_metrics
     from manualpar.core.state.train_state import Batch, TrainState
     from manualpar.inspect.same_as_one_device import assert_same_as_one_device
@@ -45,6 +46,7 @@ __version__ = "0.3.0"
 __all__ = [
     "Batch",
     "Column",
+    "MatrixDims",
     "PerDevice",
     "Pipeline",
     "Program",
@@ -68,6 +70,7 @@ __all__ = [
     "lora",
     "make_mesh",
     "merge_lora",
+    "muon_dims",
     "params_ema",
     "print_metrics",
     "quantized",
@@ -92,9 +95,10 @@ MOVED = {
     "manualpar.generation": "manualpar.models.generation",
     "manualpar.metrics": "manualpar.core.state.metrics",
     "manualpar.pipeline": "manualpar.layers.pipeline",
-    "manualpar.planner.closed_form": "manualpar.plans.closed_form",
+    "manualpar.planner.closed_form": "manualpar.plans.layouts",
     "manualpar.planner.gpu_compiler": "manualpar.plans.gpu_compiler",
     "manualpar.planner.tpu_compiler": "manualpar.plans.tpu_compiler",
+    "manualpar.plans.closed_form": "manualpar.plans.layouts",
     "manualpar.pretrained": "manualpar.models.pretrained",
     "manualpar.storage": "manualpar.system.storage",
     "manualpar.training.cross_entropy": "manualpar.models.cross_entropy",

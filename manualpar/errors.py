@@ -14,6 +14,7 @@ import re
 import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,23 @@ def naming_arguments(names: Mapping[str, str]) -> Iterator[None]:
         if notes := getattr(error, "__notes__", []):
             error.__notes__ = list(map(rename, notes))
         raise
+
+
+def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns a module's `__getattr__` that understands the names of the last release.
+
+    `names` maps each old name to the name that the module has now. An old name gives the same
+    object, with a `DeprecationWarning` that names the new one.
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        now = f"{module}.{name} is {names[name]} now; the old name goes with the next release."
+        warnings.warn(now, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find
 
 
 def print_error(error: object) -> None:

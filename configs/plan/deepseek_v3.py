@@ -13,9 +13,9 @@ lacks three things:
   weights a layer, and 128 heads with keys of 192 and values of 128 features. Here it has 206
   million weights, and keys and values of 56 features. So the scores and the weighted sums of the
   values together take 0.35 of DeepSeek-V3's operations: (56 + 56) / (192 + 128).
-- The shared expert, which the planner's closed forms do not support. It has 44 million weights a
+- The shared expert, which the planner's formulas do not support. It has 44 million weights a
   layer, and every token uses it.
-- The three dense MLPs of size 18,432 in the first layers, because the closed forms support only one
+- The three dense MLPs of size 18,432 in the first layers, because the formulas support only one
   kind of layer. With them the model would have 33.8 billion weights less. A token uses as many
   weights in a dense MLP as in 9 experts.
 

@@ -126,7 +126,8 @@ def _search_settings(path: str) -> dict[str, Any]:
     if path.startswith("reference/") and path not in (PUBLIC_NAMES, "reference/manualpar.md"):
         is_public = path in {_rooms()[room] for room in _public_rooms()}
         return {"search": {"boost": 0.1} if is_public else {"exclude": True}}
-    return {"search": {"boost": 0.1}} if path == PROJECT_PAGES["CHANGELOG.md"] else {}
+    boosts = {PROJECT_PAGES["CHANGELOG.md"]: 0.1, "questions.md": 2}  # Short answers come first.
+    return {"search": {"boost": boosts[path]}} if path in boosts else {}
 
 
 @functools.cache

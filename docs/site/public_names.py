@@ -37,6 +37,8 @@ GROUPS = (
             "manualpar.Batch",
             "manualpar.print_metrics",
             "manualpar.core.state.metrics",
+            "manualpar.muon_dims",
+            "manualpar.MatrixDims",
             "manualpar.params_ema",
             "manualpar.ema_params",
         ),
@@ -178,7 +180,7 @@ GROUPS = (
             "manualpar.planner",
             "manualpar.plans.tpu_compiler.compile_for_tpu",
             "manualpar.plans.gpu_compiler.compile_for_gpu",
-            "manualpar.plans.closed_form.layout_search.rank_layouts",
+            "manualpar.plans.layouts.layout_search.rank_layouts",
         ),
     ),
     Group(

@@ -49,7 +49,15 @@ from manualpar.core.parameters.annotations import take_shared
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.placement import computed_specs
 from manualpar.core.tracing.jaxprs import all_equations, inner_jaxprs, scan_sizes
-from manualpar.core.tracing.scopes import CONTEXT_SCOPE, EXAMPLES_SCOPE, SEQUENCE_SCOPE, purpose_of
+from manualpar.core.tracing.scopes import (
+    CONTEXT_SCOPE,
+    EXAMPLES_SCOPE,
+    FLOAT8_SCOPE,
+    INT8_SCOPE,
+    SEQUENCE_SCOPE,
+    purpose_of,
+    scope_names,
+)
 from manualpar.core.trees import Batch, Collections, Params
 
 _POSITIONS = (
@@ -691,6 +699,16 @@ def _is_inexact(variable: Any) -> bool:
 
 
 _SCOPES = frozenset({CONTEXT_SCOPE, SEQUENCE_SCOPE})
+
+
+def _finds_scale(eqn: Any) -> bool:
+    """Returns whether a maximum is the scale of a quantized product.
+
+    Each device has a scale of its own positions. It changes only how the product is rounded.
+    """
+    return bool({FLOAT8_SCOPE, INT8_SCOPE} & {*scope_names(str(eqn.source_info.name_stack))})
+
+
 _INLINE = frozenset(
     """
     call_hi_primitive checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit remat2
@@ -824,6 +842,8 @@ class SequenceWalk:
             check_operation(part, whole, axis=self._axis, devices=self._devices)
             values = getattr(self, f"_{name}")(part.params, whole.params, inputs, where)
             results = [(value, self._numbers.fresh()) for value in values]
+        elif name == "reduce_max" and _finds_scale(part):
+            results = [(SplitValue("same"), self._numbers.fresh())]
         else:
             values, numbers = [x for x, _ in inputs], [number for _, number in inputs]
             values = self._operations.results(part, whole, values, numbers)

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +14,8 @@ import jax
 from manualpar.commands.command_line import MESH_HELP, parse_mesh
 from manualpar.commands.results import choose_devices, quiet_absl, users_mistakes
 from manualpar.core.mesh.mesh import describe_mesh
+from manualpar.data import load_tokenizer
+from manualpar.data.tokenizer import Tokenizer
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -33,6 +35,9 @@ MODEL_FLAGS: Mapping[str, Flag] = {
     "workdir": Flag("The folder of a run with a checkpoint.", Path, in_buckets=True),
     "hf": Flag("A directory with a Hugging Face model.", Path, in_buckets=True),
     "adapter": Flag("A directory of peft with LoRA adapters, with --hf.", Path, in_buckets=True),
+    "parse_special": Flag(
+        "Reads the texts of special tokens, such as </s>, as these tokens.", bool, False
+    ),
     "mesh": Flag(MESH_HELP, default="data=-1"),
     "devices": Flag("The number of CPU devices to simulate.", int),
     "batch_size": Flag("Sequences per batch.", int, 32),
@@ -66,10 +71,14 @@ def run_with_model(flags: types.SimpleNamespace, work: Callable[[Trained, Genera
                 trained = load_run(flags.workdir, mesh=mesh)
             else:
                 trained = load_directory(flags.hf, mesh=mesh, adapter=flags.adapter)
+            if flags.parse_special and (files := trained.tokenizer.files):
+                named = str(files[0].parent if len(files) > 1 else files[0])
+                trained = trained._replace(tokenizer=load_tokenizer(named, parse_special=True))
             if is_main():
                 described = f"{trained.described} on {describe_mesh(trained.program.mesh)}"
                 print(described, file=sys.stderr)
             generator = Generator(trained.program, trained.tokenizer, batch_size=flags.batch_size)
+            generator.stop_tokens |= trained.own.stop_tokens
             work(trained, generator)
     except (UsageError, ConnectionError) as error:
         print_error(error)
@@ -135,7 +144,8 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
     try:
         if path == "-":
             return list(_objects(sys.stdin, path))
-        with io.TextIOWrapper(open_for_reading(user_path(path)), encoding="utf-8") as file:
+        # The encoding leaves out a byte order mark.
+        with io.TextIOWrapper(open_for_reading(user_path(path)), encoding="utf-8-sig") as file:
             return list(_objects(file, path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}.") from error
@@ -153,6 +163,19 @@ def _objects(file: TextIO, path: str) -> Iterator[dict[str, Any]]:
             yield parse_object(text, allow_nan=True)
         except ValueError as error:
             raise UsageError(f"{path}, line {number}: it {error}.") from error
+
+
+def warn_of_special(tokenizer: Tokenizer, texts: Iterable[Any], where: str) -> None:
+    """Says on standard error how often texts spell special tokens that are read as letters."""
+    encoded = [text.encode(errors="replace") for text in texts if isinstance(text, str)]
+    found = tokenizer.count_special(encoded)
+    if found and is_main():
+        shown = ", ".join(f"{text!r} {number} times" for text, number in found.most_common(3))
+        print(
+            f"{where} spells special tokens ({shown}), which are read as letters; --parse-special "
+            "reads them as tokens",
+            file=sys.stderr,
+        )
 
 
 def check_lines(

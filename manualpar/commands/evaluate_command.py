@@ -15,6 +15,7 @@ from manualpar.commands.command_flags import (
     read_lines,
     run_with_model,
     show,
+    warn_of_special,
     write_output,
 )
 from manualpar.data import TokenSplit
@@ -106,6 +107,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--text={path} cannot be read: {error}.") from error
     tokenizer = trained.tokenizer
+    warn_of_special(tokenizer, texts, "--text")
     documents = [tokenizer.encode(text).tolist() for text in texts]
     if not any(documents):
         raise UsageError(f"--text={path} is empty, expected some text.")
@@ -130,7 +132,7 @@ def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
         batch = split[index]
         real = int(batch.mask.sum())
         pairs.append(([int(batch.inputs[0])], batch.labels[:real].tolist()))
-    scores = score_completions(generator, trained.state, pairs)
+    scores = score_completions(generator, trained.state, pairs, packed=True)
     return {"split": "test", **summary(scores, split.num_bytes)}
 
 
@@ -145,14 +147,15 @@ def _completions(
         added=Score._fields,
     )
     pairs = []
+    texts = [line.get(name) for line in lines for name in ("context", "completion")]
+    warn_of_special(trained.tokenizer, texts, "--completions")
     for number, line in enumerate(lines, 1):
         if not {"context", "completion"} <= line.keys():
             raise UsageError(
                 f"--completions={flags.completions}, line {number}: expected 'context' and "
                 f"'completion', got {sorted(line)}."
             )
-        completion = trained.tokenizer.encode(line["completion"]).tolist()
-        pairs.append((generator.encode(line["context"]), completion))
+        pairs.append(generator.encode_pair(line["context"], line["completion"]))
     scores = score_completions(generator, trained.state, pairs, max_length=length)
     text = "".join(
         output_line({**line, **score._asdict()}) for line, score in zip(lines, scores, strict=True)

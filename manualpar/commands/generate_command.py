@@ -1,5 +1,6 @@
 """Generates answers to prompts: streams one answer to the terminal, or writes many as JSONL."""
 
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,16 +10,19 @@ from manualpar.commands.command_flags import (
     MODEL_FLAGS,
     check_lines,
     check_model,
+    is_main,
     output_line,
     read_lines,
     run_with_model,
     show,
+    warn_of_special,
     write_output,
 )
 from manualpar.data.chat import Chats
 from manualpar.errors import UsageError
 from manualpar.models.generation.answers import Answer
 from manualpar.models.generation.generator import Generator, Prompt
+from manualpar.models.pretrained.export import GENERATION_CONFIG
 from manualpar.system.reports.flags import Flag, check_one_of, parse_flags
 from manualpar.training.load_run import Trained
 
@@ -56,6 +60,7 @@ JSONL.
 
 
 _ENDS, _DRAWS, _CHANGES = "The end of an answer", "Draws", "Changed probabilities"
+_OWN = f" [default {{}}, or that of the model's {GENERATION_CONFIG}]"
 FLAGS: Mapping[str, Flag] = {
     "prompt": Flag("The text to continue."),
     "prompts": Flag('A file of lines, or JSONL with "prompt" or "messages"; - for stdin.'),
@@ -70,27 +75,32 @@ FLAGS: Mapping[str, Flag] = {
         "A text that ends an answer; repeatable.", default=[], repeats=True, heading=_ENDS
     ),
     "temperature": Flag(
-        "The divisor of the logits; 0 always chooses the likeliest.", float, 0.0, heading=_DRAWS
-    ),
-    "top_k": Flag("Draws from this number of likeliest tokens; 0 for all.", int, 0, heading=_DRAWS),
-    "top_p": Flag(
-        "Draws from the likeliest tokens with this probability together; 1 for all.",
+        "The divisor of the logits; 0 always chooses the likeliest." + _OWN.format(0),
         float,
-        1.0,
+        heading=_DRAWS,
+    ),
+    "top_k": Flag(
+        "Draws from this number of likeliest tokens; 0 for all." + _OWN.format(0),
+        int,
+        heading=_DRAWS,
+    ),
+    "top_p": Flag(
+        "Draws from the likeliest tokens with this probability together; 1 for all."
+        + _OWN.format(1),
+        float,
         heading=_DRAWS,
     ),
     "min_p": Flag(
-        "Draws from tokens with this fraction of the likeliest token's probability; 0 for all.",
+        "Draws from tokens with this fraction of the likeliest token's probability; 0 for all."
+        + _OWN.format(0),
         float,
-        0.0,
         heading=_DRAWS,
     ),
     "samples": Flag("The answers that are drawn for each prompt.", int, 1, heading=_DRAWS),
     "seed": Flag("The seed of the answers.", int, 0, heading=_DRAWS),
     "repetition_penalty": Flag(
-        "Makes tokens of the prompt and the answer less likely if above 1.",
+        "Makes tokens of the prompt and the answer less likely if above 1." + _OWN.format(1),
         float,
-        1.0,
         heading=_CHANGES,
     ),
     "frequency_penalty": Flag(
@@ -123,7 +133,11 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags(argv, USAGE, FLAGS, check=_check)
 
     def work(trained: Trained, generator: Generator) -> None:
-        options = {name: getattr(flags, name) for name in OPTIONS}
+        given = {name: getattr(flags, name) for name in OPTIONS}
+        options = {**trained.own.drawing, **{k: x for k, x in given.items() if x is not None}}
+        if trained.own.described and is_main():
+            said = f"{GENERATION_CONFIG}: {trained.own.described}; flags replace it, as"
+            print(f"{said} --temperature=0 does", file=sys.stderr)
         if flags.prompt is not None and flags.samples > 1:
             raise UsageError(
                 f"--samples={flags.samples} draws several answers at once, expected --prompts, "
@@ -132,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.prompt is None:
             _answer_all(trained, generator, flags, options)
             return
-        prompts = _prompts(trained, flags, [{"prompt": flags.prompt}])
+        prompts = _prompts(trained, generator, flags, [{"prompt": flags.prompt}])
         begin = "" if flags.chat else flags.prompt
         for piece in generator.stream(trained.state, prompts, **options):
             show(begin + piece.text)
@@ -148,7 +162,8 @@ def _answer_all(
     lines = read_lines(flags.prompts)
     added = (*ADDED, "log_probabilities") if flags.log_probabilities else ADDED
     check_lines(f"--prompts={flags.prompts}", lines, texts=(), added=added)
-    answers = generator.generate(trained.state, _prompts(trained, flags, lines), **options)
+    prompts = _prompts(trained, generator, flags, lines)
+    answers = generator.generate(trained.state, prompts, **options)
     asked = [line for line in lines for _ in range(flags.samples)]
     text = "".join(_line(line, answer, added) for line, answer in zip(asked, answers, strict=True))
     if flags.output:
@@ -158,11 +173,19 @@ def _answer_all(
 
 
 def _prompts(
-    trained: Trained, flags: types.SimpleNamespace, lines: Sequence[dict[str, Any]]
+    trained: Trained,
+    generator: Generator,
+    flags: types.SimpleNamespace,
+    lines: Sequence[dict[str, Any]],
 ) -> list[Prompt]:
-    """Makes a prompt from each line; converts a chat to tokens with the chat template."""
+    """Makes a prompt from each line; converts a chat to tokens with the chat template.
+
+    The generator then stops at the token with which the template ends a turn.
+    """
     prompts: list[Prompt] = []
     chats = None
+    plain = [line.get("prompt") for line in lines if not flags.chat]
+    warn_of_special(trained.tokenizer, plain, "--prompts" if flags.prompts else "--prompt")
     for number, line in enumerate(lines, 1):
         where = f"--prompts={flags.prompts}, line {number}: " if flags.prompts else "--prompt: "
         if not {"prompt", "messages"} & line.keys():
@@ -178,6 +201,8 @@ def _prompts(
             prompts.append(chats.prompt(chat))
         except ValueError as error:
             raise UsageError(f"{where}it {error}.") from error
+    if chats:
+        generator.stop_tokens |= chats.end_tokens
     return prompts
 
 

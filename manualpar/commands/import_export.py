@@ -5,6 +5,7 @@ folder `model` of the workdir, so that training does not need the original direc
 """
 
 import contextlib
+import json
 import resource
 import sys
 import time
@@ -16,6 +17,9 @@ import jax
 
 from manualpar.commands.command_line import TRAINING, CommandLine, run_absl
 from manualpar.commands.results import choose_devices, quiet_absl
+from manualpar.data.packing import PackedSplit
+from manualpar.data.preferences import PreferencePairs
+from manualpar.data.tokenizer import TEMPLATES, Tokenizer
 from manualpar.errors import (
     USAGE_EXIT_CODE,
     UsageError,
@@ -23,10 +27,15 @@ from manualpar.errors import (
     print_error,
 )
 from manualpar.inspect.tables import describe_bytes
-from manualpar.models.pretrained import export_hf, export_peft, load, load_peft
+from manualpar.models.pretrained import (
+    export_hf,
+    export_peft,
+    load,
+    load_peft,
+    read_architecture,
+)
 from manualpar.models.pretrained.export import (
     SHARD_BYTES,
-    TEMPLATES,
     TOKENIZER_FILES,
     tokenizer_files,
 )
@@ -36,18 +45,17 @@ from manualpar.system.cluster.agreement import failing_together
 from manualpar.system.reports.flags import Flag, parse_flags
 from manualpar.system.storage import AnyPath, BucketPath, user_path, writing
 from manualpar.system.storage.durable_files import check_writable
-from manualpar.system.storage.untrusted import read_file, write_file
+from manualpar.system.storage.untrusted import parse_object, read_file, write_file
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.config import check_config
 from manualpar.training.exit_codes import exit_code
 from manualpar.training.experiment import prepare
-from manualpar.training.imported_model import fill_from_hf
+from manualpar.training.imported_model import MODEL_FOLDER, fill_from_hf
 from manualpar.training.load_run import prepare_saved, restore_saved, saved_config
 from manualpar.training.monitoring.run_files import PLACED_FILES
 from manualpar.training.workdir import FOLDER, check_folder, lock_workdir, open_checkpoints
 
-MODEL_FOLDER = "model"
 IMPORT_USAGE = """Imports a Hugging Face model into a workdir, as a checkpoint to train from.
 
 {program} DIR --workdir=<folder> [--config=fsdp_lm]
@@ -141,6 +149,8 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
         if jax.process_index() == 0:
             small = tokenizer_files(source, "config.model.from_hf", [CONFIG_FILE])
             contents = {name: read_file(path) for name, path in small.items()}
+            if read_architecture(source).is_untied:
+                contents[CONFIG_FILE] = _untied(contents[CONFIG_FILE])
             with writing("import_hf", model_folder):
                 _write_small_files(contents, model_folder)
     config = command.config.copy_and_resolve_references().unlock()
@@ -174,6 +184,15 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
     )
 
 
+def _untied(config: bytes) -> bytes:
+    """Returns a `config.json` that ties no head, because the folder `model` has no tensors."""
+    fields = parse_object(config)
+    fields["tie_word_embeddings"] = False
+    if isinstance(fields.get("text_config"), dict):
+        fields["text_config"]["tie_word_embeddings"] = False
+    return (json.dumps(fields, indent=2) + "\n").encode()
+
+
 def export_main(argv: Sequence[str]) -> int:
     """Exports the model of a workdir as a Hugging Face directory; returns the exit code."""
     flags = parse_flags(argv, EXPORT_USAGE, EXPORT_FLAGS, renamed={"to": "output"})
@@ -192,6 +211,8 @@ def export_main(argv: Sequence[str]) -> int:
         like, source = flags.like, config.model.get("from_hf", "")
         if like is None and not flags.family and source:
             like = user_path(source) if (user_path(source) / CONFIG_FILE).exists() else None
+        # The tokenizer of the run's data is that of the model, or another one.
+        has_own = like is None or (not flags.like and config.data.tokenizer != source)
         experiment = prepare_saved(config)
         dataset: Any = experiment.task.dataset
         restored = restore_saved(experiment, flags.workdir, report=say)
@@ -207,8 +228,8 @@ def export_main(argv: Sequence[str]) -> int:
             like=like,
             family=flags.family,
             dtype=flags.dtype,
-            # Without `like`, exports the tokenizer of the run's data.
-            tokenizer=next(iter(dataset.tokenizer.files), None) if like is None else None,
+            tokenizer=_own_tokenizer(dataset.tokenizer) if has_own else None,
+            template=config.data.template if _has_chats(dataset.train) else None,
             max_shard_bytes=flags.max_shard_bytes,
         )
         if isinstance(target, BucketPath):
@@ -222,6 +243,17 @@ def export_main(argv: Sequence[str]) -> int:
         )
 
     return _answer(start, work)
+
+
+def _has_chats(split: Any) -> bool:
+    kinds = PackedSplit, PreferencePairs
+    return any(isinstance(part, kinds) for part in getattr(split, "parts", (split,)))
+
+
+def _own_tokenizer(tokenizer: Tokenizer) -> Path | None:
+    """Returns the file of a tokenizer, or the folder of its files; `None` for bytes."""
+    file = next(iter(tokenizer.files), None)
+    return file.parent if file and len(tokenizer.files) > 1 else file
 
 
 def peak_memory() -> int:

@@ -134,7 +134,7 @@ SUMMARY: Sequence[TableColumn[Json]] = (
     TableColumn("", "name"),
     TableColumn("collectives", "collectives", describe_count),
     TableColumn("sent", "bytes sent", describe_bytes),
-    TableColumn("closed form", "closed form", str),
+    TableColumn("formula", "formula", str),
     TableColumn("compiled", "compiled: bytes sent", describe_bytes),
     TableColumn("FLOPs", "FLOPs", describe_flops),
     TableColumn("memory", "memory: peak", describe_bytes),
@@ -160,7 +160,7 @@ def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None
     if ledger["memory"]:
         _print_parts(console, "memory", ledger["memory"], describe_bytes)
     _print_readings(console, ledger)
-    notes = [explain_closed_form(ledger)]
+    notes = [explain_formula(ledger)]
     if ledger.get("compiler_options"):
         notes.append(f"compiler options: {ledger['compiler_options']}")
     notes += [f"{change['kind']}: {change['words']}" for change in ledger["changes"]]
@@ -173,7 +173,7 @@ def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None
 def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) -> None:
     """Prints a table that compares the configs, with a line for each."""
     rows = [
-        {"name": name, "closed form": _closed_form(ledger), **totals(ledger)}
+        {"name": name, "formula": _formula(ledger), **totals(ledger)}
         for name, ledger in ledgers.items()
     ]
     print_table(console, SUMMARY, rows, title="side by side")
@@ -237,8 +237,8 @@ def describe_fit(peak: int, name: str, size: int) -> str:
     return f"{share} of {there}"
 
 
-def explain_closed_form(ledger: Json) -> str:
-    """Explains why the closed form and the traced step differ; `""` if one of them is missing."""
+def explain_formula(ledger: Json) -> str:
+    """Explains why the formula and the traced step differ; `""` if one of them is missing."""
     predicted = ledger["predicted_bytes"]
     if predicted is None or not ledger["collectives"]:
         return ""
@@ -253,7 +253,7 @@ def explain_closed_form(ledger: Json) -> str:
     sent = ledger["bytes"]["total"] - sum(others.values()) - sent_by_layers
     is_bound = ledger["predicted_is_bound"]
     words = (
-        f"the closed form for parameters and gradients is {'≤ ' * is_bound}"
+        f"the formula for parameters and gradients gives {'≤ ' * is_bound}"
         f"{predicted['total']:,.0f} bytes; the step sends {sent:,.0f} of these"
     )
     less = predicted["total"] - sent
@@ -270,7 +270,7 @@ def explain_closed_form(ledger: Json) -> str:
         )
     if layers and (layers["total"] or sent_by_layers):
         words += (
-            f"; the closed form for layers is {layers['total']:,.0f} bytes; the step sends "
+            f"; the formula for layers gives {layers['total']:,.0f} bytes; the step sends "
             f"{sent_by_layers:,.0f} of these"
         )
     if others:
@@ -305,7 +305,7 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
             axes,
             math.prod(mesh.get(axis, 1) for axis in axes.split(",")),
             sent.get(axes, 0),
-            _closed_form(ledger, axes) if axes in predicted else None,
+            _formula(ledger, axes) if axes in predicted else None,
         )
         for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: (-sent.get(x, 0), x))
     ]
@@ -314,7 +314,7 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
         TableColumn("devices", 1, describe_count),
         TableColumn("sent", 2, describe_bytes),
         TableColumn("share", 2, share_of(ledger["bytes"]["total"])),
-        TableColumn("closed form", 3, str),
+        TableColumn("formula", 3, str),
     ]
     print_table(console, columns, rows)
 
@@ -367,11 +367,11 @@ def _print_parts(
 
 
 def _print_readings(console: rich.console.Console, ledger: Json) -> None:
-    """Prints the closed form, the traced step and the compiled step side by side."""
+    """Prints the formula, the traced step and the compiled step side by side."""
     rows: list[Json] = []
     none, compiled, memory = dict.fromkeys(KINDS, 0), ledger["compiled"], ledger["memory"]
     if ledger["predicted_bytes"]:
-        rows.append({"name": "closed form", "sent": _closed_form(ledger)})
+        rows.append({"name": "formula", "sent": _formula(ledger)})
     traced = {
         "name": "jaxpr",
         "sent": describe_bytes(ledger["bytes"]["total"]),
@@ -391,8 +391,8 @@ def _print_readings(console: rich.console.Console, ledger: Json) -> None:
     print_table(console, READINGS, rows)
 
 
-def _closed_form(ledger: Json, axes: str = "") -> str:
-    """Formats the bytes of the closed form, in total or over `axes` only."""
+def _formula(ledger: Json, axes: str = "") -> str:
+    """Formats the bytes of the formula, in total or over `axes` only."""
     if not (predicted := ledger["predicted_bytes"]):
         return UNKNOWN
     both = [predicted, ledger.get("predicted_layers") or {"total": 0, "by_axes": {}}]
@@ -435,14 +435,14 @@ def _describe_sent(sent: Sent, other: Sent) -> str:
 # -------------------------------------------------------------------------------------------------
 # Draws ledgers: the bytes that each step sends, by purpose, and the memory that it needs.
 #
-# Lines mark numbers to compare with: the strategy's closed form, the compiled step, and limits
+# Lines mark numbers to compare with: the strategy's formula, the compiled step, and limits
 # such as the memory of a chip.
 
 
 ONE_SCALE = 12.0  # If bars differ by more than this ratio, each step has its own scale.
 NEAR = 2.5  # A bound that is more than this many times the bar is shown only as text.
 # The styles of the lines across bars.
-CLOSED_FORM, COMPILED, BOUND = "-", ":", "--"
+FORMULA, COMPILED, BOUND = "-", ":", "--"
 
 
 class Bound(NamedTuple):
@@ -491,7 +491,7 @@ def draw_ledgers(
     title = (
         "Per device and step: the bytes sent (left) and the peak memory (right)"
         f"{'; the scales differ' * differ}\n"
-        "Lines: closed form of the strategy (solid), compiled step (dotted), bound (dashed)"
+        "Lines: formula of the strategy (solid), compiled step (dotted), bound (dashed)"
     )
     size = (15, 0.33 * sum(lines) + 0.85 * len(lines) + 1.2)
     with pictures.saved_figure(path, size, title=title) as figure:
@@ -520,8 +520,8 @@ def _sent_panel(ledger: Json) -> _Panel:
     marks = []
     if predicted := ledger["predicted_bytes"]:
         bound = "at most " if ledger["predicted_is_bound"] else ""
-        text = f"closed form {bound}{describe_bytes(predicted['total'])}"
-        marks.append(_Mark(predicted["total"], CLOSED_FORM, text))
+        text = f"formula {bound}{describe_bytes(predicted['total'])}"
+        marks.append(_Mark(predicted["total"], FORMULA, text))
     return _panel("sent", parts, marks + _compiled_marks(ledger, "bytes"))
 
 
@@ -827,8 +827,8 @@ def read_ledger(
 
     Returns:
       `Ledger.to_json()` and these keys: `config_file`, `config`, `devices`, `links`, `jax` and
-      `compiler_options`; `predicted_is_bound`, whether the closed form is an upper bound;
-      `predicted_layers`, the closed form for the collectives of split layers, or `None`;
+      `compiler_options`; `predicted_is_bound`, whether the formula is an upper bound;
+      `predicted_layers`, the formula for the collectives of split layers, or `None`;
       `schedule`, see `read_schedule`; and `parts`, see `trained_parts`. A compiled collective also
       has a `purpose` and a `module`, as far as XLA has kept these names. If XLA merged several
       collectives, their names are joined with `+`.
@@ -874,7 +874,7 @@ def _predict_layers(experiment: Experiment, stage: int) -> Json | None:
         return None
     try:
         sends = transformer_sends(program, model, stage=stage)
-    except ValueError:  # These layers have no closed form.
+    except ValueError:  # These layers have no formula.
         return None
     by_axes = {",".join(axes): as_number(sent) for axes, sent in bytes_by_axes(sends).items()}
     return {"total": as_number(total_bytes(sends)), "by_axes": by_axes}

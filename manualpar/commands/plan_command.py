@@ -32,23 +32,23 @@ from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import parse_topology
-from manualpar.plans.closed_form.layout import STRATEGIES, check_closed_form
-from manualpar.plans.closed_form.layout_estimate import LayoutEstimator
-from manualpar.plans.closed_form.layout_search import (
+from manualpar.plans.compiler_process import run_compiler
+from manualpar.plans.compiler_worker import installed
+from manualpar.plans.gpu_compiler import GPU, compile_for_gpu
+from manualpar.plans.layouts.layout import STRATEGIES, check_formulas
+from manualpar.plans.layouts.layout_estimate import LayoutEstimator
+from manualpar.plans.layouts.layout_search import (
     fastest_of_each_mesh,
     layout_flags,
     rank_layouts,
     trace_layout,
 )
-from manualpar.plans.compiler_process import run_compiler
-from manualpar.plans.compiler_worker import installed
-from manualpar.plans.gpu_compiler import GPU, compile_for_gpu
 from manualpar.plans.overlap_trial import compile_both
 from manualpar.plans.plan_report import (
     draw_plans,
     draw_search,
     print_assumptions,
-    print_closed_form,
+    print_formula,
     print_plans,
     print_search,
     print_sources,
@@ -92,8 +92,8 @@ install 'manualpar[tpu-compiler]' or 'manualpar[gpu-compiler]'.
 STEP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 COMPILERS = ("auto", "tpu", "gpu", "none")
 Curves = Mapping[str, Sequence[tuple[int, StepEstimate]]]
-# Config field -> the value that the closed form of layouts assumes. A field may also be "".
-CLOSED_FORM: Mapping[str, Any] = {
+# Config field -> the value that the formula of layouts assumes. A field may also be "".
+FORMULA: Mapping[str, Any] = {
     "optimizer.name": "adamw",
     "optimizer.arguments": {},
     "optimizer.trainable": (),
@@ -140,7 +140,7 @@ FLAGS: Mapping[str, Flag] = {
         False,
     ),
     "sweep": Flag("Deprecated, use --search: ranks traced programs.", bool, False),
-    "layouts": Flag("Deprecated, use --search: ranks layouts in closed form.", bool, False),
+    "layouts": Flag("Deprecated, use --search: ranks layouts by formula.", bool, False),
     **{
         name: Flag("Deprecated, does nothing: a plan has no estimate of saves.", int)
         for name in GONE
@@ -314,14 +314,14 @@ def _search(command: CommandLine, console: rich.console.Console) -> Callable[[Pa
     for name in ("sweep", "layouts"):
         if getattr(flags, name):
             print_line(console, f"--{name} will be removed in the next release; use --search.")
-    obstacle = _find_no_closed_form(command)
+    obstacle = _find_no_formula(command)
     if flags.layouts and obstacle:
         raise ValueError(
             f"--layouts: {obstacle}; use --search, which traces programs if there is no closed "
             "form."
         )
     if obstacle and flags.search:
-        print_line(console, f"There is no closed form, so programs are traced: {obstacle}.")
+        print_line(console, f"There is no formula, so programs are traced: {obstacle}.")
     outcomes, curves = (_rank_traced if flags.sweep or obstacle else _rank_layouts)(
         command, console
     )
@@ -358,8 +358,8 @@ def _rank_traced(command: CommandLine, console: rich.console.Console) -> tuple[A
     return outcomes, curves
 
 
-def _find_no_closed_form(command: CommandLine) -> str:
-    """Returns why the closed form of layouts does not cover a config; "" if it covers it."""
+def _find_no_formula(command: CommandLine) -> str:
+    """Returns why the formula of layouts does not cover a config; "" if it covers it."""
     config = command.config
     model = planned_task(config, command.flags.vocab_size).model
     if not isinstance(model, Transformer) or config.parallel.rules:
@@ -371,23 +371,23 @@ def _find_no_closed_form(command: CommandLine) -> str:
     if (strategy := config.parallel.strategy) not in STRATEGIES.values():
         return (
             f"config.parallel.strategy is {strategy!r}, expected one of "
-            f"{', '.join(map(repr, STRATEGIES.values()))}, which have a closed form"
+            f"{', '.join(map(repr, STRATEGIES.values()))}, which have a formula"
         )
-    for field, expected in CLOSED_FORM.items():
+    for field, expected in FORMULA.items():
         if (value := fields.get(field, expected)) not in (expected, ""):
             return (
-                f"config.{field} is {value!r}, expected {expected!r}, because the closed form "
+                f"config.{field} is {value!r}, expected {expected!r}, because the formula "
                 "assumes AdamW on all parameters and the default sharding"
             )
     try:
-        check_closed_form(model)
+        check_formulas(model)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def _rank_layouts(command: CommandLine, console: rich.console.Console) -> tuple[Any, Curves]:
-    """Ranks all layouts in closed form, and traces the fastest."""
+    """Ranks all layouts by formula, and traces the fastest."""
     config, topology = command.config, command.flags.topology
     model: Any = planned_task(config, command.flags.vocab_size).model
     fields = flatten_config(config)
@@ -408,11 +408,9 @@ def _rank_layouts(command: CommandLine, console: rich.console.Console) -> tuple[
             "or a batch size that the number of devices divides."
         )
     fastest = fastest_of_each_mesh(outcomes)
-    title = (
-        f"{len(outcomes):,} layouts on {len(fastest):,} meshes fit; the fastest, by a closed form"
-    )
+    title = f"{len(outcomes):,} layouts on {len(fastest):,} meshes fit; the fastest, by formula"
     print_search(console, fastest, title=title)
-    print_closed_form(console, **codes)
+    print_formula(console, **codes)
     for outcome in fastest[:TRACED]:
         try:
             traced: StepEstimate | str = trace_layout(

@@ -31,7 +31,7 @@ from manualpar.system.cluster import (
     initialize,
 )
 from manualpar.system.storage import AnyPath, BucketError
-from manualpar.training.agreed_facts import experiment_facts, run_facts
+from manualpar.training.agreement import experiment_facts, run_facts
 from manualpar.training.config import check_config
 from manualpar.training.division import read_earlier
 from manualpar.training.exit_codes import (

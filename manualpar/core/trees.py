@@ -22,7 +22,7 @@ Variables: TypeAlias = Any  # The parameters and the other collections, by colle
 OptState: TypeAlias = Any  # The state of the optimizer.
 Specs: TypeAlias = Any  # `PartitionSpec`s in a tree that may be a prefix of the arrays' tree.
 Infos: TypeAlias = Any  # A tree like the parameters, with a `ParameterInfo` at each leaf.
-Placements: TypeAlias = Any  # A tree like the parameters, with a `Route` at each leaf.
+Placements: TypeAlias = Any  # A tree like the parameters, of `ParameterSharding`s.
 
 
 def path_name(path: Any) -> str:

@@ -1,8 +1,16 @@
-"""The source `chat`: JSON lines with questions and answers. A model is trained only on the answers.
+"""The source `chat`: rows with questions and answers. A model is trained only on the answers.
 
-A line is a chat, `{"messages": [{"role": ..., "content": ...}, ...]}`, or a pair of texts,
-`{"prompt": ..., "completion": ...}`. A template turns a chat into one text. In a pair, the
-completion directly follows the prompt.
+A row of JSON or Parquet has one of these forms, see `standard_form`:
+
+- A chat, `{"messages": [{"role": ..., "content": ...}, ...]}`. A template turns it into one text.
+- ShareGPT's form of a chat, `{"conversations": [{"from": "human", "value": ...}, ...]}`.
+- A pair of texts, `{"prompt": ..., "completion": ...}`. The completion directly follows the prompt.
+- A pair of lists of messages with the same names, as in TRL. Only the completion is learned.
+- Alpaca's form, `{"instruction": ..., "input": ..., "output": ...}`. It is a chat if the tokenizer
+  has a template, and otherwise a pair with Alpaca's prompt.
+
+The content of a message may be a list of parts of text. A message with `"weight": 0` or
+`"train": false` is not learned.
 
 The labels in the loss are the tokens of the assistant's messages or of the completion, and the
 token that ends an answer. All other tokens are only inputs. White space that the template writes
@@ -19,16 +27,22 @@ special tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from manualpar.data.chat_renderer import Span
-from manualpar.data.chat_template import BEGIN, END, ChatTemplate, load_templates
-from manualpar.data.document_files import DocumentRange, line_error, lines_of
+from manualpar.data.chat_template import (
+    BEGIN,
+    END,
+    ChatTemplate,
+    has_templates,
+    load_templates,
+)
+from manualpar.data.document_files import BadRows, DocumentRange, Rows
 from manualpar.data.packing import LEARNED
 from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_content
-from manualpar.data.tokenizer import FileTokenizer, Tokenizer, guarded
+from manualpar.data.tokenizer import FileTokenizer, Notes, Tokenizer, guarded
 from manualpar.errors import require
 from manualpar.system.storage.untrusted import parse_object, read_model_file
 
@@ -37,22 +51,118 @@ T = TypeVar("T")
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
 
 
+# The names of the roles in the turns of ShareGPT, and in other names of the same roles.
+ROLES = {
+    **{name: name for name in ("user", "assistant", "system", "developer", "tool")},
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "bard", "bing"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+    "human": "user",
+}
+# The fields of a message that say whether it is learned: OpenAI's and Axolotl's.
+WEIGHTS = ("weight", "train")
+ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately "
+ALPACA += "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
+ALPACA_INPUT = ", paired with an input that provides further context"
+
+
+def standard_form(line: Mapping[str, Any], *, has_template: bool) -> Mapping[str, Any]:
+    """Returns a row as a chat with `messages`, or as a `prompt` and a `completion` that are texts.
+
+    Args:
+      line: A row in one of the forms of this module. A row with `messages` is returned as it is.
+      has_template: Whether chats can become texts.
+    """
+    if "messages" in line:
+        return line
+    if "conversations" in line:
+        messages = standard_messages(line["conversations"], "conversations")
+        system = line.get("system")
+        if system and not any(message.get("role") == "system" for message in messages):
+            messages = [{"role": "system", "content": system}, *messages]
+        return {**line, "messages": messages}
+    if isinstance(line.get("prompt"), list) and isinstance(line.get("completion"), list):
+        asked = standard_messages(line["prompt"], "prompt")
+        # Only the completion is learned.
+        asked = [x | {"weight": 0} if x.get("role") == "assistant" else x for x in asked]
+        return {**line, "messages": asked + standard_messages(line["completion"], "completion")}
+    if "instruction" in line and "output" in line:
+        return _of_alpaca(line, has_template=has_template)
+    return line
+
+
+def standard_messages(turns: Any, name: str) -> list[dict[str, Any]]:
+    """Returns a list of messages whose turns may have `from` and `value` as names of fields."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError(f"has {name} {_kind(turns)}, expected a list of messages")
+    messages = []
+    for number, turn in enumerate(turns, 1):
+        if "from" in turn:
+            others = {key: x for key, x in turn.items() if key not in ("from", "value")}
+            role = turn["from"] if isinstance(turn["from"], str) else ""
+            if role not in ROLES:
+                raise ValueError(
+                    f"has a turn {number} from {turn['from']!r:.80}, expected one of "
+                    f"{', '.join(map(repr, ROLES))}; write other turns as messages with role and "
+                    "content"
+                )
+            turn = {"role": ROLES[role], "content": turn.get("value"), **others}
+        messages.append(turn)
+    return messages
+
+
+def _of_alpaca(line: Mapping[str, Any], *, has_template: bool) -> dict[str, Any]:
+    texts = {name: line.get(name) or "" for name in ("instruction", "input", "output", "system")}
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ValueError(f"has {name} {_kind(value)}, expected a text")
+    history = line.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
+        raise ValueError(f"has history {_kind(history)}, expected pairs of texts")
+    instruction, given, output, system = texts.values()
+    if not has_template:
+        if system or history:
+            raise ValueError(
+                "has a system or a history, expected a tokenizer with a chat template for these"
+            )
+        also = (ALPACA_INPUT, f"### Input:\n{given}\n\n") if given else ("", "")
+        prompt = ALPACA.format(also[0], instruction, also[1])
+        return {"prompt": prompt, "completion": output}
+    turns = [("system", system)] if system else []
+    turns += [turn for a, b in history for turn in (("user", a), ("assistant", b))]
+    asked = f"{instruction}\n\n{given}" if given else instruction
+    turns += [("user", asked), ("assistant", output)]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    return {"messages": messages}
+
+
 class ChatEncoder:
-    """Encodes JSON lines as examples of the source `chat`; implements `Encoder`."""
+    """Encodes rows as examples of the source `chat`; implements `Encoder`."""
 
     dtype = "<u4"
     makes_examples = True
 
-    def __init__(self, tokenizer: Tokenizer, held_out: float, template: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        held_out: float,
+        template: str = "",
+        *,
+        bad_rows: BadRows = "error",
+    ) -> None:
         """Makes an encoder.
 
         Args:
           tokenizer: Encodes the texts.
           held_out: The fraction of the examples in eval; test has the same fraction.
           template: See `load_templates`.
+          bad_rows: See `Rows`.
         """
-        self._tokenizer, self._held_out = tokenizer, held_out
+        self._tokenizer, self._held_out, self._bad_rows = tokenizer, held_out, bad_rows
+        self.notes = Notes()
         self._template_path = template
+        self._has_template = bool(template) or has_templates(tokenizer.files)
         self._chats: Chats | None = None
         if template:
             self._chats = Chats(tokenizer, template)
@@ -60,14 +170,21 @@ class ChatEncoder:
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
         """Implements `Encoder`."""
         assert isinstance(part, DocumentRange)
-        for lines in batches(lines_of(part)):
+        rows = Rows(part, self._bad_rows, self.notes)
+        for raw in batches(rows.objects()):
             batch: list[Encoded] = []
-            made = self._examples([_parsed(line) for _, line in lines])
-            for (place, _), tokens in zip(lines, made, strict=True):
+            lines = [_parsed(row) if isinstance(row, bytes) else row for _, row in raw]
+            made = self._examples(lines)
+            for (place, _), line, tokens in zip(raw, lines, made, strict=True):
+                if isinstance(tokens, ValueError) and self._bad_rows == "skip":
+                    # A template renders no chats after the first that it refuses.
+                    (tokens,) = self._examples([line])
                 if isinstance(tokens, ValueError):
                     if str(tokens).startswith("`"):
                         raise tokens
-                    raise line_error(part, place, tokens) from tokens
+                    rows.refuse(place, tokens)
+                    continue
+                rows.accept()
                 batch.append((split_of_content(tokens.tobytes(), self._held_out), tokens, None))
             yield batch
 
@@ -87,7 +204,10 @@ class ChatEncoder:
         """Encodes each line as an example; the result for a refused line is its error."""
         made: dict[int, np.ndarray | ValueError] = {}
         chats: dict[int, Mapping[str, Any]] = {}
-        for number, line in enumerate(lines):
+        for number, given in enumerate(lines):
+            line = given
+            if not isinstance(line, ValueError):
+                line = _attempt(standard_form, line, has_template=self._has_template)
             if isinstance(line, ValueError):
                 made[number] = line
             elif "messages" in line:
@@ -104,20 +224,28 @@ class ChatEncoder:
         if "prompt" in fields and "completion" in fields:
             return self._completion(fields["prompt"], fields["completion"])
         there = ", ".join(map(repr, list(fields)[:8])) or "no field"
-        raise ValueError(f"has {there}, expected 'messages', or 'prompt' and 'completion'")
+        raise ValueError(
+            f"has {there}, expected 'messages', or 'prompt' and 'completion', or 'conversations', "
+            "or 'instruction' and 'output'"
+        )
 
     def _completion(self, prompt: Any, completion: Any) -> np.ndarray:
         for name, value in (("prompt", prompt), ("completion", completion)):
             if not isinstance(value, str):
                 raise ValueError(f"has a {name} of type {type(value).__name__}, expected a text")
         texts = [_utf8(text) for text in (prompt, completion)]
-        asked, answered = self._tokenizer.encode_documents(texts)
-        begin = [self._tokenizer.bos_token] if self._tokenizer.begins_with_bos else []
-        read = np.concatenate([np.array(begin, np.uint32), asked.astype(np.uint32)])
-        learned = np.append(answered, self._tokenizer.end_token).astype(np.uint32)
-        if not len(read):
+        tokenizer = self._tokenizer
+        self.notes.spelt.update(tokenizer.count_special(texts))
+        if not prompt and not tokenizer.begins_with_bos:
             raise ValueError("has an empty prompt, expected at least one token before the answer")
-        return np.concatenate([read, learned | LEARNED])
+        joined, border = tokenizer.encode_joined(prompt, completion)
+        begin = [tokenizer.bos_token] if tokenizer.begins_with_bos else []
+        if begin and joined[:1].tolist() == begin:  # With `parse_special` the prompt may have it.
+            joined, border = joined[1:], max(border - 1, 0)
+        end = [] if joined[-1:].tolist() == [tokenizer.end_token] else [tokenizer.end_token]
+        tokens = np.concatenate([begin, joined, end]).astype(np.uint32)
+        tokens[len(begin) + border :] |= LEARNED
+        return tokens
 
 
 class Chats:
@@ -134,6 +262,7 @@ class Chats:
         import tokenizers
 
         self._templates = load_templates(template, tokenizer.files)
+        self.chosen = self._templates.chosen  # The text of the template for chats that name none.
         # Unlike a `FileTokenizer`, this tokenizer encodes the texts of special tokens, which the
         # template writes, as special tokens.
         file = tokenizer.files[0]
@@ -144,8 +273,16 @@ class Chats:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
         self._added = {token.content for token in added.values()}
+        self._added_ids = frozenset(added)
         # For each template that chats have used, the texts that no message may contain.
         self._refused: dict[ChatTemplate, tuple[str, ...]] = {}
+        # For each template that prompts have used, the token that it writes after an answer.
+        self._ends: dict[ChatTemplate, frozenset[int]] = {}
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens with which the templates of all prompts so far end a turn of the assistant."""
+        return frozenset().union(*self._ends.values())
 
     def prompt(self, chat: Mapping[str, Any]) -> list[int]:
         """Encodes a chat as a prompt, which ends where the assistant begins to write.
@@ -156,10 +293,20 @@ class Chats:
           chat: The fields of a line: `messages`, and optionally `tools`, `documents` and
             `chat_template_kwargs`.
         """
-        messages, given, template = self._checked(chat)
-        text = template.prompt(messages, given)
+        checked = self._checked(chat)
+        template = checked.template
+        text = template.prompt(checked.messages, checked.given)
+        if template not in self._ends:
+            self._ends[template] = self._end_of_turn(template)
         tokens: list[int] = self._encode(text).ids
         return tokens
+
+    def _end_of_turn(self, template: ChatTemplate) -> frozenset[int]:
+        asked, answered = "asked", "answered"
+        chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        _, found, rest = (template.text(chat) or "").rpartition(answered)
+        first = self._encode(rest.lstrip()).ids[:1] if found else []
+        return frozenset(token for token in first if token in self._added_ids)
 
     def examples(self, chats: Sequence[Mapping[str, Any]]) -> list[np.ndarray | ValueError]:
         """Encodes each chat, see `prompt`, as an example, `uint32[N]`.
@@ -170,23 +317,18 @@ class Chats:
         of_template: dict[ChatTemplate, list[int]] = {}
         for number, found in enumerate(made):
             if not isinstance(found, ValueError):
-                of_template.setdefault(found[2], []).append(number)
+                of_template.setdefault(found.template, []).append(number)
         for template, numbers in of_template.items():
-            messages, given = ([made[number][part] for number in numbers] for part in (0, 1))
-            answers = template.render_all(messages, given)
-            for number, chat, answer in zip(numbers, messages, answers, strict=True):
+            checked: list[_Checked] = [made[number] for number in numbers]
+            answers = template.render_all([x.messages for x in checked], [x.given for x in checked])
+            for number, chat, answer in zip(numbers, checked, answers, strict=True):
                 made[number] = answer
                 if not isinstance(answer, ValueError):
-                    made[number] = _attempt(self._example, template, chat, *answer)
+                    made[number] = _attempt(self._example, chat, *answer)
         return made
 
-    def _example(
-        self,
-        template: ChatTemplate,
-        messages: Sequence[Mapping[str, Any]],
-        text: str,
-        spans: Sequence[Span],
-    ) -> np.ndarray:
+    def _example(self, chat: "_Checked", text: str, spans: Sequence[Span]) -> np.ndarray:
+        messages, template = chat.messages, chat.template
         answers = [x.get("content") or "" for x in messages if x["role"] == "assistant"]
         learned = "".join(text[start:stop] for start, stop in spans)
         words = list(filter(None, map(str.strip, answers)))
@@ -199,6 +341,8 @@ class Chats:
                     "has answers that the chat's template leaves out, as templates of models of "
                     "images do that expect a list as content; use another template"
                 )
+        if not all(chat.are_learned):
+            spans = _learned_spans(chat, text, spans)
         encoding = self._encode(text)
         tokens = np.array(encoding.ids, np.uint32)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -237,9 +381,7 @@ class Chats:
             self._refused[template] = (*self._special.values(), *turns, BEGIN, END)
         return template
 
-    def _checked(
-        self, chat: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, Any], ChatTemplate]:
+    def _checked(self, chat: Mapping[str, Any]) -> "_Checked":
         """Returns a line's messages, the values of other variables, and the line's template."""
         given = _variables(chat)
         template = self._choose(given)
@@ -247,11 +389,17 @@ class Chats:
             if name in given and not template.mentions(name):
                 raise ValueError(f"has {name}, which the chat's template leaves out")
         refused = self._refused[template]
-        messages = chat["messages"]
-        if not isinstance(messages, list) or not messages:
+        if not isinstance(chat["messages"], list) or not chat["messages"]:
             raise ValueError("has no messages, expected a list of them")
-        for number, message in enumerate(messages, 1):
-            fields = message if isinstance(message, dict) else {}
+        messages, are_learned = [], []
+        for number, message in enumerate(chat["messages"], 1):
+            fields = dict(message) if isinstance(message, dict) else {}
+            is_learned = _is_learned(fields, number)
+            if fields.get("role") == "assistant":
+                are_learned.append(is_learned)
+            if isinstance(fields.get("content"), list):
+                fields["content"] = _text_of_parts(fields["content"], number)
+            messages.append(fields)
             calls = fields.get("tool_calls")
             if calls is not None:
                 _check_objects(f"a message {number} whose tool_calls", calls)
@@ -269,7 +417,71 @@ class Chats:
                 _check_texts(f"a message {number} whose {field}", value, refused)
         for name, value in given.items():
             _check_texts(f"a variable {name!r} that", value, refused)
-        return messages, given, template
+        return _Checked(messages, given, template, are_learned)
+
+
+class _Checked(NamedTuple):
+    """A chat that may be rendered.
+
+    Attributes:
+      messages: The messages.
+      given: The values of other variables of the template.
+      template: The template.
+      are_learned: For each message of the assistant, whether it is learned.
+    """
+
+    messages: list[dict[str, Any]]
+    given: dict[str, Any]
+    template: ChatTemplate
+    are_learned: list[bool]
+
+
+def _is_learned(message: dict[str, Any], number: int) -> bool:
+    """Takes the weight out of a message; returns whether the message is learned."""
+    found = {name: message.pop(name) for name in WEIGHTS if name in message}
+    found = {name: value for name, value in found.items() if value is not None}
+    for name, value in found.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(
+                f"has a message {number} whose {name} is {value!r:.80}, expected 0 or 1, because "
+                "every learned token has the same weight"
+            )
+        if value and message.get("role") != "assistant":
+            raise ValueError(
+                f"has a message {number} of {message.get('role')!r:.80} with {name}={value!r}, "
+                "expected 0, because only messages of the assistant are learned"
+            )
+    return all(found.values())
+
+
+def _text_of_parts(parts: list[Any], number: int) -> str:
+    """Joins the parts of a message's content, as templates of transformers do."""
+    texts = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(text, str):
+            raise ValueError(
+                f"has a message {number} whose content has a part of type {kind!r:.80}, expected "
+                'parts {"type": "text", "text": ...}, because only texts are learned'
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _learned_spans(chat: _Checked, text: str, spans: Sequence[Span]) -> list[Span]:
+    """Returns the spans of the messages that are learned."""
+    answers = [x.get("content") or "" for x in chat.messages if x["role"] == "assistant"]
+    if len(spans) != len(answers) or not all(
+        answer.strip() in text[start:stop]
+        for answer, (start, stop) in zip(answers, spans, strict=True)
+    ):
+        raise ValueError(
+            f"has a message that is not learned, but the chat's template writes {len(spans)} turns "
+            f"of the assistant for {len(answers)} messages; expected a turn for each, such as with "
+            "a template that has {% generation %} marks"
+        )
+    return [span for span, learned in zip(spans, chat.are_learned, strict=True) if learned]
 
 
 def _variables(chat: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,10 +534,10 @@ def _parsed(line: bytes) -> dict[str, Any] | ValueError:
     return _attempt(parse_object, line)
 
 
-def _attempt(action: Callable[..., T], *arguments: Any) -> T | ValueError:
+def _attempt(action: Callable[..., T], *arguments: Any, **options: Any) -> T | ValueError:
     """Returns what `action` returns, or the error that it raises."""
     try:
-        return action(*arguments)
+        return action(*arguments, **options)
     except ValueError as error:
         return error
 

@@ -106,6 +106,11 @@ class ChatTemplate:
         """Returns whether the template's text contains a name."""
         return name in self._source
 
+    def text(self, messages: Messages) -> str | None:
+        """Renders a chat to a text; returns `None` if the template refuses the chat."""
+        (answer,) = self._answers("text", [(messages, {})])
+        return None if isinstance(answer, ValueError) else answer[0]
+
     def render(self, messages: Messages) -> tuple[str, list[Span]]:
         """Renders a chat; returns its text and the spans that the assistant wrote, in order."""
         return _unwrapped(self.render_all([messages])[0])
@@ -301,6 +306,14 @@ class ChatTemplates:
             except ValueError as error:
                 raise ValueError(f"{place}: the chat_template {error}") from error
         return self._compiled[template]
+
+
+def has_templates(tokenizer: Sequence[pathlib.Path]) -> bool:
+    """Returns whether the files of a tokenizer have a template for chats."""
+    configs = [file for file in tokenizer if file.name == TOKENIZER_CONFIG]
+    return any(file.name == TEMPLATE or file.parent.name == TEMPLATES for file in tokenizer) or any(
+        read_model_object(file, tokenizer[0].parent).get("chat_template") for file in configs
+    )
 
 
 def load_templates(template: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplates:

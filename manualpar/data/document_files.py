@@ -1,39 +1,57 @@
-"""Reads files with many documents: JSON lines, Parquet and ArrayRecord.
+"""Reads files with many documents: JSON lines, JSON arrays, Parquet and ArrayRecord.
 
-A document is a text in UTF-8, or a list of tokens that another program has made. It is one field of
-a JSON object, one value in a column of a table, or one record.
+Files of JSON may be compressed with gzip or zstd, and may begin with a byte order mark. A document
+is a text in UTF-8, or a list of tokens that another program has made. It is one field of a JSON
+object, one value in a column of a table, or one record.
 
 Files are divided into parts of about `PART_BYTES`. The division depends only on the files.
 Processes read parts independently of each other. Only a few documents are in memory at a time: at
 most a line, a batch of rows, or a group of records.
 
 Everything in a file is checked. A line that is not JSON, a missing field, a value of another type,
-and bytes that are not UTF-8 each raise a `DamagedDataError`. The error names the file, and the
-line, row or record, counted from 1.
+and bytes that are not UTF-8 each raise a `DamagedDataError`, or are skipped on request, see `Rows`.
+The error names the file, and the line, row or record, counted from 1. What is decompressed is
+bounded by the size of the file, because a small file may stand for terabytes.
 """
 
 import contextlib
 import dataclasses
+import gzip
+import io
+import re
+import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from manualpar.data.dataset import DamagedDataError, state_of
 from manualpar.data.text import files_of_path
+from manualpar.data.tokenizer import FEW, Notes
 from manualpar.errors import require
 from manualpar.system.storage import BucketPath, as_path, open_for_reading
-from manualpar.system.storage.untrusted import MAX_BYTES, parse_object
+from manualpar.system.storage.untrusted import MAX_BYTES, MAX_DEPTH, parse_object
 
 # The suffixes of the files that are found in a directory, by source. If the path is a file or a
 # glob, files may have any suffix.
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "jsonl": tuple(name + also for also in ("", ".gz", ".zst") for name in JSON_SUFFIXES),
     "parquet": (".parquet",),
     "arrayrecord": (".array_record", ".arrayrecord"),
 }
+# How compressed files, byte order marks and Parquet files begin.
+GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+BOM, UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+# A byte of a compressed file may stand for this many bytes. Gzip reaches 1032, for equal bytes.
+MOST_TIMES = 1100
+BadRows = Literal["error", "skip"]
+BAD_ROWS: tuple[BadRows, ...] = get_args(BadRows)
+# If the first rows are all bad, the file or a setting is wrong.
+ALL_BAD = 1000
 PART_BYTES = 2**24
 ROWS_AT_ONCE = 256
+PIECE_BYTES = 2**16  # The bytes of JSON that are read at once.
 # The dtypes that tokens in an ArrayRecord file may have; the argument `field` names one of them.
 TOKEN_DTYPES = ("<u2", "<i4", "<u4", "<i8")
 Document = bytes | np.ndarray
@@ -84,13 +102,14 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
     Args:
       path: A file, a directory or a glob. A directory stands for all files in it and its
         subdirectories that have one of the source's `SUFFIXES` and are not hidden.
-      source: One of `SUFFIXES`.
+      source: One of `SUFFIXES`, or "chat" for those of `jsonl` and `parquet`.
     """
-    found = files_of_path(path, SUFFIXES[source]) if path else []
+    suffixes = SUFFIXES.get(source) or SUFFIXES["jsonl"] + SUFFIXES["parquet"]
+    found = files_of_path(path, suffixes) if path else []
     if not found:
         raise ValueError(
             f"`path` is {path!r}, which names no file, or only empty files; expected "
-            f"a file, a glob, or a directory with {' or '.join(SUFFIXES[source])} files."
+            f"a file, a glob, or a directory with {' or '.join(suffixes)} files."
         )
     if source == "arrayrecord" and isinstance(found[0].path, BucketPath):
         raise ValueError(
@@ -120,6 +139,13 @@ def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Docum
     Raises:
       DamagedDataError: A file does not have the format of `source`, or lacks the column `field`.
     """
+    if source == "chat":
+        of_files = ("parquet" if _begins_with(file, PARQUET) else "jsonl" for file in files)
+        return [
+            DocumentRange(kind, file, "", start, stop, size)
+            for kind, file in zip(of_files, files, strict=True)
+            for start, stop, size in (_row_parts if kind == "parquet" else _line_parts)(file, "")
+        ]
     if not field:
         raise ValueError("`field` is '', expected the name of the field with the text.")
     if source == "arrayrecord" and field != "text" and field not in TOKEN_DTYPES:
@@ -135,14 +161,69 @@ def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Docum
     ]
 
 
-def read_documents(part: DocumentRange) -> Iterator[Document]:
-    """Yields the documents of a part in order, without empty documents.
+class Rows:
+    """Reads the rows of a part; errors of single rows are raised, or skipped and counted.
 
-    For ArrayRecord, `part.field` is "text", or one of `TOKEN_DTYPES` if records contain tokens.
-
-    Raises:
-      DamagedDataError: The file is damaged or has changed, or a document has the wrong type.
+    Attributes:
+      notes: The rows that were skipped.
     """
+
+    def __init__(self, part: DocumentRange, bad_rows: BadRows, notes: Notes | None = None) -> None:
+        """Prepares to read a part; `bad_rows` is "error" or "skip"."""
+        self._part, self._skips = part, bad_rows == "skip"
+        self.notes = notes or Notes()
+        self._good = 0
+
+    def refuse(self, place: int, error: Exception) -> None:
+        """Counts the row at a place as skipped, or raises its error with the place."""
+        if not self._skips:
+            raise row_error(self._part, place, error) from error
+        self.notes.skipped += 1
+        if len(self.notes.first) < FEW:
+            self.notes.first.append(str(row_error(self._part, place, error)))
+        if self.notes.skipped >= ALL_BAD and not self._good:
+            raise DamagedDataError(
+                f"the first {ALL_BAD} rows are all bad ({self.notes.first[0].rstrip('.')})."
+            )
+
+    def accept(self) -> None:
+        """Counts a row as good."""
+        self._good += 1
+
+    def documents(self) -> Iterator[tuple[int, Document]]:
+        """Yields (place, document) for each document that is not empty, in order.
+
+        For ArrayRecord, `part.field` is "text", or one of `TOKEN_DTYPES` if records contain tokens.
+
+        Raises:
+          DamagedDataError: The file is damaged or has changed, or a document has the wrong type.
+        """
+        part = self._part
+        _check_unchanged(part)
+        read = {"jsonl": _read_lines, "parquet": _read_column, "arrayrecord": _read_records}
+        for place, document in read[part.source](part):
+            if isinstance(document, ValueError):
+                self.refuse(place, document)
+            elif len(document):
+                yield place, document
+
+    def objects(self) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+        """Yields (place, row) for each row of JSON, which is not parsed yet, or of Parquet."""
+        _check_unchanged(self._part)
+        if self._part.source == "parquet":
+            for place, fields in _read_table(self._part, None):
+                yield place, _without_none(fields)
+        else:
+            yield from lines_of(self._part)
+
+
+def read_documents(part: DocumentRange) -> Iterator[Document]:
+    """Yields the documents of a part; raises the error of a bad one. See `Rows`."""
+    for _, document in Rows(part, "error").documents():
+        yield document
+
+
+def _check_unchanged(part: DocumentRange) -> None:
     try:
         found = state_of(as_path(part.file.path))
     except (FileNotFoundError, NotADirectoryError):
@@ -152,14 +233,94 @@ def read_documents(part: DocumentRange) -> Iterator[Document]:
             f"{part.file.path} has changed since it was found; do not change data files while they "
             "are in use."
         )
-    read = {"jsonl": _read_lines, "parquet": _read_rows, "arrayrecord": _read_records}[part.source]
-    for document in read(part):
-        if len(document):
-            yield document
+
+
+def _begins_with(file: DocumentFile, magic: bytes) -> bool:
+    with open_document_file(file.path) as opened:
+        return opened.read(len(magic)) == magic
+
+
+class _Decompressed(io.RawIOBase):
+    """A stream of decompressed bytes, which ends with an error if they are too many."""
+
+    def __init__(self, stream: Any, path: str, most: int) -> None:
+        self._stream, self._path, self._left = stream, path, most
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise DamagedDataError(
+                f"{self._path} is damaged or cut off ({_first_line(error)})."
+            ) from error
+        self._left -= len(data)
+        if self._left < 0:
+            raise DamagedDataError(
+                f"{self._path} has more than {MOST_TIMES} times as many bytes when it is "
+                "decompressed, which no text has; expected a smaller file, or decompress it."
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Json(NamedTuple):
+    """An open file of JSON.
+
+    Attributes:
+      file: The decompressed bytes.
+      start: The bytes of the byte order mark.
+      is_array: Whether the file is an array of objects; otherwise each line is an object.
+      is_whole: Whether the file can only be read from its beginning to its end.
+    """
+
+    file: BinaryIO
+    start: int
+    is_array: bool
+    is_whole: bool
+
+
+@contextlib.contextmanager
+def _open_json(path: str) -> Iterator[_Json]:
+    """Opens a file of JSON, decompressed.
+
+    In the context's value, the bytes of a byte order mark have been read.
+    """
+    with contextlib.ExitStack() as stack:
+        file: Any = stack.enter_context(open_document_file(path))
+        begin = file.peek(4)[:4]
+        if begin.startswith(UTF_16):
+            raise DamagedDataError(
+                f"{path} is UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8."
+            )
+        is_compressed = begin.startswith((GZIP, ZSTD))
+        if is_compressed:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(0)
+            if begin.startswith(GZIP):
+                stream: Any = stack.enter_context(gzip.GzipFile(fileobj=file))
+            else:
+                require(f"{path}, a file of zstd,", "pyarrow")
+                import pyarrow
+
+                stream = stack.enter_context(pyarrow.CompressedInputStream(file, "zstd"))
+            raw = _Decompressed(stream, path, MOST_TIMES * size + MAX_BYTES)
+            file = stack.enter_context(io.BufferedReader(raw, PIECE_BYTES))
+        start = len(BOM) if file.peek(len(BOM)).startswith(BOM) else 0
+        file.read(start)
+        is_array = file.peek(1).lstrip().startswith(b"[")
+        yield _Json(file, start, is_array, is_compressed or is_array)
 
 
 def _line_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]]:
     del field
+    with _open_json(file.path) as opened:
+        is_whole = opened.is_whole
+    if is_whole:
+        yield 0, file.size, file.size
+        return
     for start in range(0, file.size, PART_BYTES):
         stop = min(start + PART_BYTES, file.size)
         yield start, stop, stop - start
@@ -167,36 +328,100 @@ def _line_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]
 
 def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
     """Yields (position in bytes, line) for each line that begins in a part; skips blank lines."""
-    with open_document_file(part.file.path) as file:
+    with _open_json(part.file.path) as (file, start, is_array, is_whole):
+        if is_array:
+            yield from _items(file, start, part.file.path)
+            return
+        place = start
         if part.start:
             # If a line goes across `start`, the line belongs to the previous part.
             file.seek(part.start - 1)
             while not (piece := file.readline(MAX_BYTES)).endswith(b"\n") and piece:
                 pass
-        while (place := file.tell()) < part.stop and (line := file.readline(MAX_BYTES + 1)):
+            place = file.tell()
+        while (is_whole or place < part.stop) and (line := file.readline(MAX_BYTES + 1)):
             if line.strip():
                 yield place, line
+            place += len(line)
 
 
-def line_error(part: DocumentRange, place: int, what: object) -> DamagedDataError:
-    """Makes the error for the line that begins at byte `place` of the file."""
-    with open_document_file(part.file.path) as file:
-        number, left = 1, place
-        while left and (piece := file.read(min(left, 2**20))):
+# What ends a string, and what changes the depth or ends an item outside of strings.
+_IN_STRING, _OUTSIDE = re.compile(rb'["\\]'), re.compile(rb'["\[\]{},]')
+
+
+def _items(file: BinaryIO, place: int, path: str) -> Iterator[tuple[int, bytes]]:
+    """Yields (position in bytes, text) for each item of a JSON array, without parsing the items."""
+    depth, is_string, is_done = 0, False, False
+    escaped = -1  # The position of a character after a backslash.
+    item, begin = bytearray(), place
+    while chunk := file.read(PIECE_BYTES):
+        at = kept = 0
+        while found := (_IN_STRING if is_string else _OUTSIDE).search(chunk, at):
+            at, sign = found.end(), found[0]
+            if place + at - 1 == escaped:
+                continue
+            if is_string:
+                escaped = place + at if sign == b"\\" else escaped
+                is_string = sign != b'"'
+                continue
+            is_string = sign == b'"'
+            depth += (sign in (b"[", b"{")) - (sign in (b"]", b"}"))
+            is_done = is_done or not depth
+            if sign == b"[" and depth == 1:
+                kept, begin = at, place + at
+            elif (sign == b"," and depth == 1) or (is_done and depth == 0 and sign == b"]"):
+                item += chunk[kept : at - 1]
+                if item.strip() or sign == b",":
+                    yield begin + len(item) - len(item.lstrip()), bytes(item)
+                item, kept, begin = bytearray(), at, place + at
+            if is_done:
+                break
+        item += chunk[kept:]
+        if len(item) > MAX_BYTES:
+            raise DamagedDataError(f"{path} has an item of more than {MAX_BYTES:,} bytes.")
+        place += len(chunk)
+        if is_done:
+            break
+    if not is_done or item.strip() or file.read(PIECE_BYTES).strip():
+        what = "has text after its array" if is_done else "is cut off before the end of its array"
+        raise DamagedDataError(f"{path} {what}, expected a JSON array of objects.")
+
+
+def row_error(part: DocumentRange, place: int, what: object) -> DamagedDataError:
+    """Makes the error of a row, whose place is that of `Rows`."""
+    if part.source != "jsonl":
+        kind = "row" if part.source == "parquet" else "record"
+        return DamagedDataError(f"{part.file.path}, {kind} {place}: {what}.")
+    with _open_json(part.file.path) as (file, start, _, _):
+        number, left = 1, place - start
+        while left > 0 and (piece := file.read(min(left, 2**20))):
             number, left = number + piece.count(b"\n"), left - len(piece)
     return DamagedDataError(f"{part.file.path}, line {number}: {what}.")
 
 
-def _read_lines(part: DocumentRange) -> Iterator[Document]:
+# A document with its place, or the error of a row.
+_Placed = Iterator[tuple[int, Document | ValueError]]
+
+
+def _as_document(value: Any, where: str) -> Document | ValueError:
+    try:
+        return as_document(value, where)
+    except ValueError as error:
+        return error
+
+
+def _read_lines(part: DocumentRange) -> _Placed:
     for place, line in lines_of(part):
         try:
             fields = parse_object(line)
-            if part.field not in fields:
-                there = ", ".join(map(repr, list(fields)[:8])) or "none"
-                raise ValueError(f"has no field {part.field!r}, only {there}")
-            yield as_document(fields[part.field], f"in {part.field!r}")
         except ValueError as error:
-            raise line_error(part, place, error) from error
+            yield place, error
+            continue
+        if part.field not in fields:
+            there = ", ".join(map(repr, list(fields)[:8])) or "none"
+            yield place, ValueError(f"has no field {part.field!r}, only {there}")
+        else:
+            yield place, _as_document(fields[part.field], f"in {part.field!r}")
 
 
 def as_document(value: Any, where: str) -> Document:
@@ -239,6 +464,9 @@ def _row_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]]
         import pyarrow
 
         schema, metadata = table.schema_arrow, table.metadata
+        if not field:
+            yield from _groups(metadata)
+            return
         if schema.names.count(field) != 1:
             there = ", ".join(map(repr, schema.names[:8]))
             raise DamagedDataError(
@@ -255,27 +483,41 @@ def _row_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]]
                 f"{file.path} has the type {kind} in its column {field!r}, expected texts or lists "
                 "of tokens."
             )
-        first = size = 0
-        for group in range(metadata.num_row_groups):
-            size += metadata.row_group(group).total_byte_size
-            if size >= PART_BYTES or group == metadata.num_row_groups - 1:
-                yield first, group + 1, size
-                first, size = group + 1, 0
+        yield from _groups(metadata)
 
 
-def _read_rows(part: DocumentRange) -> Iterator[Document]:
+def _groups(metadata: Any) -> Iterator[tuple[int, int, int]]:
+    """Divides the groups of rows of a Parquet file into parts."""
+    first = size = 0
+    for group in range(metadata.num_row_groups):
+        size += metadata.row_group(group).total_byte_size
+        if size >= PART_BYTES or group == metadata.num_row_groups - 1:
+            yield first, group + 1, size
+            first, size = group + 1, 0
+
+
+def _read_column(part: DocumentRange) -> _Placed:
+    for row, value in _read_table(part, part.field):
+        yield row, _as_document(value, f"in {part.field!r}")
+
+
+def _read_table(part: DocumentRange, column: str | None) -> Iterator[tuple[int, Any]]:
+    """Yields (number of the row, value), or with `column=None` a dict of all columns."""
     with _parquet(part.file) as table:
         import pyarrow
 
         groups = range(part.start, part.stop)
         row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
         batches = table.iter_batches(
-            ROWS_AT_ONCE, row_groups=groups, columns=[part.field], use_threads=False
+            ROWS_AT_ONCE,
+            row_groups=groups,
+            columns=None if column is None else [column],
+            use_threads=False,
         )
         while True:
             try:
                 batch = next(batches, None)
-                values = [] if batch is None else batch.column(0).to_pylist()
+                values = [] if batch is None else _values(batch, column)
             except (OSError, ValueError, pyarrow.ArrowException) as error:
                 raise DamagedDataError(
                     f"{part.file.path} is damaged after row {row} ({_first_line(error)})."
@@ -284,10 +526,22 @@ def _read_rows(part: DocumentRange) -> Iterator[Document]:
                 return
             for value in values:
                 row += 1
-                try:
-                    yield as_document(value, f"in {part.field!r}")
-                except ValueError as error:
-                    raise DamagedDataError(f"{part.file.path}, row {row}: {error}.") from error
+                yield row, value
+
+
+def _values(batch: Any, column: str | None) -> list[Any]:
+    values: list[Any] = batch.to_pylist() if column is None else batch.column(0).to_pylist()
+    return values
+
+
+def _without_none(value: Any, depth: int = 0) -> Any:
+    """Removes fields without a value, because all structs of a column have the same fields."""
+    if depth > MAX_DEPTH:
+        raise DamagedDataError(f"a column of a Parquet file is nested deeper than {MAX_DEPTH}.")
+    if isinstance(value, dict):
+        kept = {name: inner for name, inner in value.items() if inner is not None}
+        return {name: _without_none(inner, depth + 1) for name, inner in kept.items()}
+    return [_without_none(x, depth + 1) for x in value] if isinstance(value, list) else value
 
 
 def _records(file: DocumentFile) -> Any:
@@ -311,7 +565,7 @@ def _record_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, in
         yield start, stop, file.size * stop // count - file.size * start // count
 
 
-def _read_records(part: DocumentRange) -> Iterator[Document]:
+def _read_records(part: DocumentRange) -> _Placed:
     reader = _records(part.file)
     try:
         for start in range(part.start, part.stop, ROWS_AT_ONCE):
@@ -326,11 +580,10 @@ def _read_records(part: DocumentRange) -> Iterator[Document]:
                 raise DamagedDataError(f"{part.file.path} is damaged after record {start}.")
             for number, record in enumerate(records, start + 1):
                 try:
-                    yield _record_document(record, part.field)
+                    document: Document | ValueError = _record_document(record, part.field)
                 except ValueError as error:
-                    raise DamagedDataError(
-                        f"{part.file.path}, record {number}: {error}."
-                    ) from error
+                    document = error
+                yield number, document
     finally:
         reader.close()
 

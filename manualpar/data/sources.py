@@ -14,8 +14,10 @@ from manualpar.data.dataset import (
     LanguageDataset,
     make_fingerprint,
 )
+from manualpar.data.document_files import BadRows
 from manualpar.data.mixture import mix, parse_mixture
 from manualpar.data.packing import LongExamples
+from manualpar.data.preferences import load_preferences
 from manualpar.data.text import load_text
 from manualpar.data.token_job import HELD_OUT, Job, make_job, run_job, token_bar
 from manualpar.data.tokenizer import load_tokenizer
@@ -25,7 +27,7 @@ from manualpar.system.storage import BucketError, local_path, user_cache, waitin
 
 ClassificationSource = Literal["digits", "synthetic"]
 TextSource = Literal["text", "tokens", "jsonl", "parquet", "arrayrecord", "chat"]
-LanguageSource = Literal[TextSource, "mixture"]
+LanguageSource = Literal[TextSource, "mixture", "preferences"]
 TEXT_SOURCES = get_args(TextSource)
 SOURCES = (*get_args(ClassificationSource), *get_args(LanguageSource))
 # The seed for dividing `digits` into splits. It is fixed, so that the splits do not depend on the
@@ -51,6 +53,8 @@ def load_dataset(
     mixture: Sequence[str] = (),
     template: str = "",
     long_examples: LongExamples = "error",
+    parse_special: bool = False,
+    bad_rows: BadRows = "error",
 ) -> LanguageDataset: ...
 @overload
 def load_dataset(
@@ -66,6 +70,8 @@ def load_dataset(
     mixture: Sequence[str] = (),
     template: str = "",
     long_examples: LongExamples = "error",
+    parse_special: bool = False,
+    bad_rows: BadRows = "error",
 ) -> Dataset: ...
 def load_dataset(
     source: str,
@@ -80,6 +86,8 @@ def load_dataset(
     mixture: Sequence[str] = (),
     template: str = "",
     long_examples: LongExamples = "error",
+    parse_special: bool = False,
+    bad_rows: BadRows = "error",
 ) -> Dataset:
     """Loads the dataset of a source.
 
@@ -89,7 +97,7 @@ def load_dataset(
       seed: The seed of `synthetic`. The other sources do not use it.
       path: A file, a directory or a glob; "" with `text` for Python's standard library. For
         `tokens` it is a directory. See `find_files` for `text`, and `find_document_files` for
-        `jsonl`, `parquet`, `arrayrecord` and `chat`.
+        `jsonl`, `parquet`, `arrayrecord`, `chat` and `preferences`.
       sequence_length: The number of tokens in a sequence, at least 1.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: For `jsonl` and `parquet`, the field or column with the text. For `arrayrecord`,
@@ -106,6 +114,11 @@ def load_dataset(
       long_examples: The treatment of examples of `chat` that are longer than a sequence: `"error"`
         refuses them, `"cut"` cuts them, and `"drop"` leaves them out; see
         `manualpar.data.packing.pack`.
+      parse_special: Whether the text of a special token in a document, such as `</s>`, is read as
+        this token and not as letters. The source `tokens` has what its directory was made with.
+      bad_rows: The treatment of rows of `jsonl`, `parquet`, `arrayrecord` and `chat` that cannot be
+        read: `"error"` refuses the first, and `"skip"` leaves them out, with a warning that has
+        their number.
 
     Raises:
       ValueError: An argument is not allowed, or a file that an argument names is missing or
@@ -130,19 +143,37 @@ def load_dataset(
 
     def load(source: str, path: str, *, field: str, tokenizer: str) -> LanguageDataset:
         if source == "text":
-            encoder = load_tokenizer(tokenizer)
+            encoder = load_tokenizer(tokenizer, parse_special=parse_special)
             return load_text(path, sequence_length=sequence_length, tokenizer=encoder)
         if source == "tokens":
             return load_tokens(
                 path, sequence_length=sequence_length, cache=cache, long_examples=long_examples
             )
         job = make_job(
-            source, path, tokenizer=tokenizer, field=field, held_out=held_out, template=template
+            source,
+            path,
+            tokenizer=tokenizer,
+            field=field,
+            held_out=held_out,
+            template=template,
+            parse_special=parse_special,
+            bad_rows=bad_rows,
         )
         return load_cached(
             job, path, sequence_length=sequence_length, cache=cache, long_examples=long_examples
         )
 
+    if source == "preferences":
+        return load_preferences(
+            path,
+            sequence_length=sequence_length,
+            tokenizer=tokenizer,
+            template=template,
+            held_out=held_out,
+            long_examples=long_examples,
+            parse_special=parse_special,
+            bad_rows=bad_rows,
+        )
     if source == "mixture":
         entries = parse_mixture(mixture, TEXT_SOURCES)
         return mix(
@@ -259,7 +290,7 @@ def load_cached(
             if not (directory / DESCRIPTION).exists():
                 _make(job, directory)
             options: dict[str, Any] = {"sequence_length": sequence_length}
-            options["long_examples"] = long_examples
+            options |= {"long_examples": long_examples, "made_from": path}
             try:
                 return load_tokens(str(directory), **options)
             # Deletes damaged files. A run that has mapped them can still read them.

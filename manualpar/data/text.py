@@ -19,6 +19,7 @@ import itertools
 import os
 import pathlib
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ from manualpar.data.dataset import (
     make_fingerprint,
     read_range,
 )
-from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
+from manualpar.data.tokenizer import ByteTokenizer, Notes, Tokenizer, frame_document
 from manualpar.system.reports.progress_bars import bytes_bar
 from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user_path
 
@@ -101,13 +102,14 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
         {split: [(file.name, file.size) for file in files] for split, files in parts.items()},
     )
 
+    notes = Notes()
     done, total = 0, sum(file.size for files in parts.values() for file in files)
 
     def encode(split: str) -> np.ndarray:
         nonlocal done
         pieces = []
         for file, tokens in itertools.zip_longest(
-            parts[split], encode_files(parts[split], tokenizer)
+            parts[split], encode_files(parts[split], tokenizer, notes)
         ):
             pieces.append(tokens)
             done += file.size if file else 0  # The last piece is the BOS at the end.
@@ -127,6 +129,8 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
     makes_tokens = not isinstance(tokenizer, ByteTokenizer)
     with bytes_bar("tokenizing", total, is_shown=makes_tokens) as show:
         splits = {split: load(split) for split in SPLITS}
+    for sentence in notes.sentences():
+        warnings.warn(f"{path}: {sentence}.", stacklevel=3)
     return LanguageDataset(tokenizer=tokenizer, fingerprint=fingerprint, **splits)
 
 
@@ -141,6 +145,11 @@ def find_files(path: str) -> list[TextFile]:
         `**` stands for any directories. "" stands for the `.py` files of Python's standard library.
     """
     files = files_of_path(path)
+    if packed := [file for file in files if file.name.endswith((".gz", ".zst"))]:
+        raise ValueError(
+            f"`path` is {path!r}, where {packed[0].path} is compressed; expected text files: "
+            "decompress it, or use the source 'jsonl', which reads .gz and .zst."
+        )
     described = repr(path)
     if not path:
         described = f"'' for Python's standard library in {sysconfig.get_path('stdlib')}"
@@ -252,16 +261,24 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
     }
 
 
-def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields the stream of a split in pieces, `int32[N]`.
+def encode_files(
+    files: Sequence[TextFile], tokenizer: Tokenizer, notes: Notes
+) -> Iterator[np.ndarray]:
+    """Yields the stream of a split in pieces, `int32[N]`, and adds to `notes`.
 
-    The stream consists of BOS and the tokens of each file, and a last BOS.
+    The stream consists of BOS, the tokens of each file and the end token unless this is BOS, and a
+    last BOS.
     """
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):
         part = files[start : start + DOCUMENTS_AT_ONCE]
-        for tokens in tokenizer.encode_documents([file.read(0, file.size) for file in part]):
-            yield np.concatenate([bos, tokens])
+        texts = [file.read(0, file.size) for file in part]
+        notes.spelt.update(tokenizer.count_special(texts))
+        for file, tokens in zip(part, tokenizer.encode_documents(texts), strict=True):
+            try:
+                yield frame_document(tokenizer, tokens)
+            except ValueError as error:
+                raise DamagedDataError(f"{file.path} {error}.") from error
     yield bos
 
 

@@ -18,6 +18,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,14 @@ import numpy as np
 from manualpar.data.chat import ChatEncoder
 from manualpar.data.chat_template import load_templates
 from manualpar.data.dataset import SPLITS, DamagedDataError, make_fingerprint, state_of
-from manualpar.data.document_files import PART_BYTES, DocumentRange, divide, find_document_files
+from manualpar.data.document_files import (
+    BAD_ROWS,
+    PART_BYTES,
+    BadRows,
+    DocumentRange,
+    divide,
+    find_document_files,
+)
 from manualpar.data.text import TextFile, find_files, split_files
 from manualpar.data.token_parts import (
     DocumentEncoder,
@@ -38,9 +46,10 @@ from manualpar.data.token_parts import (
     write_part,
     write_whole,
 )
-from manualpar.data.tokenizer import TOKENIZER, load_tokenizer
+from manualpar.data.tokenizer import TOKENIZER, Notes, load_tokenizer
 from manualpar.data.tokens import (
     DESCRIPTION,
+    OPTIONAL,
     VERSION,
     TokenFile,
     TokenFiles,
@@ -53,7 +62,9 @@ from manualpar.system.storage.untrusted import create_file, read_model_file, rea
 
 HELD_OUT = 0.02
 PARTS, JOB, LOCK = "parts", "job.json", "lock"
-CHATS = 3  # Larger each time that equal chats become other tokens.
+# Larger each time that equal chats become other tokens, or equal documents of a tokenizer whose
+# end token is not BOS.
+CHATS, ENDED = 4, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +78,8 @@ class Job:
       key: A hash of everything on which the result depends.
       is_chat: Whether the source is `chat`, see `manualpar.data.chat`.
       template: The chat template, see `load_templates`.
+      parse_special: See `load_tokenizer`.
+      bad_rows: See `Rows`.
     """
 
     parts: tuple[DocumentRange | TextPart, ...]
@@ -75,6 +88,8 @@ class Job:
     key: str
     is_chat: bool = False
     template: str = ""
+    parse_special: bool = False
+    bad_rows: BadRows = "error"
 
     @property
     def size(self) -> int:
@@ -83,10 +98,10 @@ class Job:
 
     def make_encoder(self) -> Encoder:
         """Makes the encoder that tokenizes this job's parts."""
-        tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer = load_tokenizer(self.tokenizer, parse_special=self.parse_special)
         if self.is_chat:
-            return ChatEncoder(tokenizer, self.held_out, self.template)
-        return DocumentEncoder(tokenizer, self.held_out)
+            return ChatEncoder(tokenizer, self.held_out, self.template, bad_rows=self.bad_rows)
+        return DocumentEncoder(tokenizer, self.held_out, self.bad_rows)
 
 
 @contextlib.contextmanager
@@ -113,6 +128,8 @@ def make_job(
     field: str = "text",
     held_out: float = HELD_OUT,
     template: str = "",
+    parse_special: bool = False,
+    bad_rows: BadRows = "error",
 ) -> Job:
     """Makes a `Job`: finds the files and divides them into parts.
 
@@ -124,7 +141,11 @@ def make_job(
       held_out: The fraction of the documents in eval; test has the same fraction. Not used for
         `text`.
       template: See `Job`.
+      parse_special: See `Job`.
+      bad_rows: See `Job`.
     """
+    if bad_rows not in BAD_ROWS:
+        raise ValueError(f"`bad_rows` is {bad_rows!r}, expected 'error' or 'skip'.")
     parts: list[DocumentRange | TextPart] = []
     if source == "text":
         for split, files in split_files(find_files(path), path).items():
@@ -135,12 +156,15 @@ def make_job(
             if isinstance(part, TextPart)
         ]
     else:
-        kind = "jsonl" if source == "chat" else source
-        found = find_document_files(path, kind)
-        parts += divide(kind, found, field)
+        found = find_document_files(path, source)
+        parts += divide(source, found, field)
         files_key = [[f.path, f.name, f.size, f.modified] for f in found]
-    encoder = load_tokenizer(tokenizer)
+    encoder = load_tokenizer(tokenizer, parse_special=parse_special)
     settings: list[Any] = [VERSION, PART_BYTES, encoder.fingerprint, field, held_out]
+    if bad_rows != "error":
+        settings.append(bad_rows)
+    if encoder.end_token != encoder.bos_token:
+        settings.append(f"ends {ENDED}")
     if source == "chat":
         settings.append(CHATS)
         texts = [read_model_file(file, encoder.files[0].parent) for file in encoder.files]
@@ -148,7 +172,8 @@ def make_job(
             texts.append(load_templates(template, encoder.files).chosen.encode())
         settings += [hashlib.blake2b(text).hexdigest() for text in texts]
     key = make_fingerprint(settings, source, files_key, len(parts))
-    return Job(tuple(parts), tokenizer, held_out, key, source == "chat", template)
+    is_chat = source == "chat"
+    return Job(tuple(parts), tokenizer, held_out, key, is_chat, template, parse_special, bad_rows)
 
 
 def run_job(
@@ -255,10 +280,14 @@ def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> 
 
 
 def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
-    tokenizer = load_tokenizer(job.tokenizer)
+    tokenizer = load_tokenizer(job.tokenizer, parse_special=job.parse_special)
     encoder = job.make_encoder()
     numbers = range(len(job.parts))
     counts = [json.loads(finished_file(parts, number).read_text()) for number in numbers]
+    notes = Notes()
+    for part in counts:
+        of_part = part.pop("notes")
+        notes.add(Notes(Counter(of_part["spelt"]), of_part["skipped"], of_part["first"]))
     splits = {}
     for split in SPLITS:
         total = {name: sum(part[split][name] for part in counts) for name in counts[0][split]}
@@ -266,7 +295,8 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
             everything = sum(part[name]["documents"] for part in counts for name in SPLITS)
             raise ValueError(
                 f"`held_out` is {job.held_out}, which leaves none of the {everything} "
-                f"documents for {split}; expected a larger share, or more documents."
+                f"documents for {split}; expected a larger share, or more documents"
+                f"{''.join(f'; {each}' for each in notes.sentences())}."
             )
         size = 0 if total["unknown"] else total["bytes"]
         digest, end = hashlib.blake2b(digest_size=8), b""
@@ -292,9 +322,13 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
         tokenizer=TOKENIZER if tokenizer.files else "",
         splits=splits,
         examples=int(encoder.makes_examples),
+        parse_special=int(job.parse_special),
+        remarks=notes.sentences(),
     )
+    fields = dataclasses.asdict(written)
+    kept = {name: x for name, x in fields.items() if x or name not in OPTIONAL}
     # The description is written last, in one step, so that it never describes missing files.
-    write_whole(directory / DESCRIPTION, dataclasses.asdict(written))
+    write_whole(directory / DESCRIPTION, kept)
     return written
 
 

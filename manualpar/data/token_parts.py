@@ -1,6 +1,7 @@
 """Encodes the documents of a part, and writes their tokens for a directory of token files.
 
-A part has a file of tokens for each split, `BOS doc BOS doc ... BOS doc`. When these files are on
+A part has a file of tokens for each split, `BOS doc BOS doc ... BOS doc`. A document ends with the
+tokenizer's end token, unless this is BOS. When these files are on
 the disk, a small file with the numbers of tokens, bytes and documents is written. Without the small
 file, the part is not finished.
 
@@ -15,21 +16,21 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from manualpar.data.dataset import SPLITS, DamagedDataError
-from manualpar.data.document_files import Document, DocumentRange, read_documents
+from manualpar.data.document_files import BadRows, Document, DocumentRange, Rows
 from manualpar.data.text import TextFile
-from manualpar.data.tokenizer import Tokenizer
+from manualpar.data.tokenizer import Notes, Tokenizer, frame_document
 from manualpar.data.tokens import DTYPES, LENGTHS, lengths_file
 from manualpar.system.storage.durable_files import put_file
 from manualpar.system.storage.untrusted import create_file
 
 Label = TypeVar("Label")
-Content = TypeVar("Content", bound=Document)
+Content = TypeVar("Content", bound=Sized)
 
 # The most documents, and about the most bytes, in one call of a tokenizer.
 DOCUMENTS_AT_ONCE, BYTES_AT_ONCE = 64, 2**23
@@ -83,7 +84,10 @@ def write_part(
       DamagedDataError: A file is damaged.
       OSError: The folder cannot be written to.
     """
-    counts = {split: {"tokens": 0, "bytes": 0, "unknown": 0, "documents": 0} for split in SPLITS}
+    counts: dict[str, Any] = {
+        split: {"tokens": 0, "bytes": 0, "unknown": 0, "documents": 0} for split in SPLITS
+    }
+    encoder.notes = Notes()
     with contextlib.ExitStack() as stack:
         files = {
             split: stack.enter_context(create_file(tokens_file(parts, number, split)))
@@ -110,7 +114,7 @@ def write_part(
         for file in (*files.values(), *lengths.values()):
             file.flush()
             os.fsync(file.fileno())
-    write_whole(finished_file(parts, number), counts)
+    write_whole(finished_file(parts, number), counts | {"notes": encoder.notes.as_json()})
 
 
 # A document's split, the tokens to write, and the number of bytes of its text (`None` if unknown).
@@ -122,52 +126,63 @@ class Encoder(Protocol):
 
     dtype: str  # The dtype of the files of tokens, one of `DTYPES`.
     makes_examples: bool  # Whether documents are examples to pack, see `manualpar.data.packing`.
+    notes: Notes  # On all documents since it was set.
 
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
         """Encodes the documents of a part in order, and yields lists of several documents."""
 
 
 class DocumentEncoder:
-    """Encodes documents that are texts or tokens, and puts a BOS before each document."""
+    """Encodes documents that are texts or tokens; puts BOS before and the end token after them."""
 
     makes_examples = False
 
-    def __init__(self, tokenizer: Tokenizer, held_out: float) -> None:
+    def __init__(self, tokenizer: Tokenizer, held_out: float, bad_rows: BadRows = "error") -> None:
         """Makes an encoder; `held_out` is the fraction of documents in eval, and also in test."""
-        self._tokenizer, self._held_out = tokenizer, held_out
+        self._tokenizer, self._held_out, self._bad_rows = tokenizer, held_out, bad_rows
+        self.notes = Notes()
         self.dtype = DTYPES[0] if tokenizer.vocab_size <= 2**16 else DTYPES[1]
 
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
         """Implements `Encoder`."""
-        bos = np.array([self._tokenizer.bos_token], np.int32)
-        for batch in batches(self._documents(part)):
+        rows = None if isinstance(part, TextPart) else Rows(part, self._bad_rows, self.notes)
+        for batch in batches(self._documents(part, rows)):
             texts = [document for _, document in batch if isinstance(document, bytes)]
+            self.notes.spelt.update(self._tokenizer.count_special(texts))
             encoded = iter(self._tokenizer.encode_documents(texts))
-            yield [
-                (split, np.concatenate([bos, next(encoded)]), len(document))
-                if isinstance(document, bytes)
-                else (split, np.concatenate([bos, self._checked(part, document)]), None)
-                for split, document in batch
-            ]
+            made: list[Encoded] = []
+            for (split, where), document in batch:
+                is_text = isinstance(document, bytes)
+                tokens = next(encoded) if is_text else np.asarray(document)
+                try:
+                    framed = self._framed(tokens)
+                except ValueError as error:
+                    if rows is None:
+                        raise DamagedDataError(f"{where} {error}.") from error
+                    rows.refuse(int(where), error)
+                    continue
+                if rows:
+                    rows.accept()
+                made.append((split, framed, len(document) if is_text else None))
+            yield made
 
-    def _documents(self, part: DocumentRange | TextPart) -> Iterator[tuple[str, Document]]:
+    def _documents(
+        self, part: DocumentRange | TextPart, rows: Rows | None
+    ) -> Iterator[tuple[tuple[str, Any], Document]]:
         if isinstance(part, TextPart):
             for file in part.files:
-                yield part.split, file.read(0, file.size)
-            return
-        for document in read_documents(part):
+                yield (part.split, file.path), file.read(0, file.size)
+        for place, document in rows.documents() if rows else ():
             content = document if isinstance(document, bytes) else document.tobytes()
-            yield split_of_content(content, self._held_out), document
+            yield (split_of_content(content, self._held_out), place), document
 
-    def _checked(self, part: DocumentRange | TextPart, tokens: np.ndarray) -> np.ndarray:
-        """Checks the tokens of a document that consists of tokens; removes a BOS at the start."""
-        if (largest := tokens.max()) >= self._tokenizer.vocab_size:
-            path = part.file.path if isinstance(part, DocumentRange) else part.files[0].path
-            raise DamagedDataError(
-                f"{path} has the token {largest}, expected tokens below "
-                f"{self._tokenizer.vocab_size}, the vocabulary size of `tokenizer`."
+    def _framed(self, tokens: np.ndarray) -> np.ndarray:
+        if len(tokens) and (largest := tokens.max()) >= self._tokenizer.vocab_size:
+            raise ValueError(
+                f"has the token {largest}, expected tokens below {self._tokenizer.vocab_size}, the "
+                "vocabulary size of `tokenizer`"
             )
-        return tokens[1:] if tokens[0] == self._tokenizer.bos_token else tokens
+        return frame_document(self._tokenizer, tokens)
 
 
 def split_of_content(content: bytes, held_out: float) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manualpar.data.dataset import DamagedDataError
-from manualpar.data.document_files import SUFFIXES
+from manualpar.data.document_files import BAD_ROWS, SUFFIXES, BadRows
 from manualpar.data.token_job import HELD_OUT, make_job, run_job, token_bar
 from manualpar.data.tokens import TokenFiles
 from manualpar.errors import (
@@ -34,7 +34,7 @@ from manualpar.system.storage.durable_files import check_writable
 
 # The flag for each argument of `make_job`.
 FLAGS = {"path": "--input", "source": "--source", "tokenizer": "--tokenizer", "field": "--field"}
-FLAGS |= {"held_out": "--held-out", "template": "--template"}
+FLAGS |= {"held_out": "--held-out", "template": "--template", "bad_rows": "--bad-rows"}
 
 OPTIONS: Mapping[str, Flag] = {
     "input": Flag('A file, a directory, a glob, or "" for the standard library.', is_required=True),
@@ -51,6 +51,14 @@ OPTIONS: Mapping[str, Flag] = {
         "For chat, a file with the template, or the name of one of the tokenizer's templates; by "
         "default, the tokenizer's template.",
         default="",
+    ),
+    "parse_special": Flag(
+        "Reads the texts of special tokens, such as </s>, as these tokens.", bool, False
+    ),
+    "bad_rows": Flag(
+        "Whether a row that cannot be read is an error, or left out.",
+        default="error",
+        choices=BAD_ROWS,
     ),
     "processes": Flag("The number of processes that make tokens.", int, 1),
 }
@@ -72,6 +80,8 @@ def write_token_files(
     field: str = "text",
     held_out: float = HELD_OUT,
     template: str = "",
+    parse_special: bool = False,
+    bad_rows: BadRows = "error",
     processes: int = 1,
 ) -> TokenFiles:
     """Makes a directory of token files, and returns the description of the directory.
@@ -87,10 +97,19 @@ def write_token_files(
         fractions are fixed.
       template: The name of one of the tokenizer's chat templates, or a file with a template; "" for
         the tokenizer's template.
+      parse_special: See `manualpar.data.load_dataset`.
+      bad_rows: See `manualpar.data.load_dataset`.
     """
     with naming_arguments({"path": "`text`"}):
         job = make_job(
-            source, text, tokenizer=tokenizer, field=field, held_out=held_out, template=template
+            source,
+            text,
+            tokenizer=tokenizer,
+            field=field,
+            held_out=held_out,
+            template=template,
+            parse_special=parse_special,
+            bad_rows=bad_rows,
         )
         return run_job(job, user_path(output), processes=processes)
 
@@ -114,6 +133,8 @@ def main(argv: Sequence[str]) -> int:
                 field=args.field,
                 held_out=args.held_out,
                 template=args.template,
+                parse_special=args.parse_special,
+                bad_rows=args.bad_rows,
             )
             with token_bar(job) as report:
                 written = run_job(job, args.output, processes=args.processes, report=report)
@@ -131,6 +152,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print_error("interrupted; run the same command again to continue")
         return INTERRUPTED_EXIT_CODE
+    for remark in written.remarks:
+        print(f"{args.input}: {remark}.", file=sys.stderr)
     for split, part in written.splits.items():
         in_bytes = f", {part.tokens / part.bytes:.3f} tokens a byte" if part.bytes else ""
         print(

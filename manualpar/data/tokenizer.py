@@ -5,15 +5,18 @@ Every tokenizer has a token BOS, which begins each document. No text is encoded 
 
 import base64
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 import os
 import pathlib
+import re
 import reprlib
 import string
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -26,7 +29,7 @@ from manualpar.system.storage.untrusted import parse_object, read_model_file, re
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # The chat template, and the folder of those with other names than `default`: `NAME.jinja`.
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -43,6 +46,9 @@ BOS_NAMES = (
 )
 
 
+FEW = 3  # The number of errors and texts that notes show.
+
+
 class ByteTokenizer:
     """Encodes a text as its UTF-8 bytes. BOS is 256, so the vocabulary has 257 tokens."""
 
@@ -52,6 +58,7 @@ class ByteTokenizer:
     end_token = 256  # The token that ends an answer: BOS, which also ends documents.
     begins_with_bos = True  # Whether a prompt must begin with BOS.
     files: tuple[pathlib.Path, ...] = ()  # The files from which the tokenizer was loaded.
+    parse_special = False  # Whether texts of special tokens are read as these tokens.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Encodes each document as its bytes, `int32[N]` without BOS; also bytes outside UTF-8."""
@@ -61,6 +68,16 @@ class ByteTokenizer:
         """Encodes a text as its UTF-8 bytes; a surrogate escape becomes the byte it stands for."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
+    def encode_joined(self, first: str, second: str) -> tuple[np.ndarray, int]:
+        """Encodes a text in two parts; returns its tokens, and the number of the first part's."""
+        tokens = self.encode(first)
+        return np.concatenate([tokens, self.encode(second)]), len(tokens)
+
+    def count_special(self, documents: Sequence[bytes]) -> Counter[str]:
+        """Returns no counts: no text spells a special token, because BOS has no text."""
+        del documents
+        return Counter()
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Decodes tokens to a text without BOS; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in map(int, tokens) if token < 256).decode(errors="replace")
@@ -69,9 +86,9 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer of a Hugging Face `tokenizer.json`, with the attributes of a `ByteTokenizer`.
 
-    If a document contains the name of a special token, the name is encoded as ordinary text. No
-    tokens are added at the beginning or end, and texts are not truncated. Bytes of a document that
-    are not UTF-8 are encoded as U+FFFD.
+    If a document contains the text of a special token, it is encoded as ordinary text, or with
+    `parse_special` as the token. No tokens are added at the beginning or end, and texts are not
+    truncated. Bytes of a document that are not UTF-8 are encoded as U+FFFD.
     """
 
     def __init__(
@@ -83,6 +100,7 @@ class FileTokenizer:
         end_token: int | None = None,
         begins_with_bos: bool = True,
         files: tuple[pathlib.Path, ...] = (),
+        parse_special: bool = False,
     ) -> None:
         """Wraps a tokenizer, and changes its settings; its vocabulary must contain `bos_token`.
 
@@ -90,7 +108,11 @@ class FileTokenizer:
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
+        tokenizer.encode_special_tokens = not parse_special
+        added = tokenizer.get_added_tokens_decoder().values()
+        special = sorted({x.content for x in added if x.special and x.content}, key=len)
+        self._special = re.compile(b"|".join(re.escape(x.encode()) for x in reversed(special)))
+        self.parse_special = parse_special
         self._tokenizer = tokenizer
         # One more than the largest token; the tokens may be fewer, because numbers may be unused.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
@@ -117,6 +139,34 @@ class FileTokenizer:
         """Encodes a text."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
+    def encode_joined(self, first: str, second: str) -> tuple[np.ndarray, int]:
+        """Encodes a text in two parts; returns its tokens, and the number of the first part's.
+
+        The parts are encoded together, because many tokenizers put a space before a text, or join
+        letters across the border. A token with letters of both parts belongs to the second part.
+        """
+        first, second = (
+            text.encode(errors="surrogateescape").decode(errors="replace")
+            for text in (first, second)
+        )
+        encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
+        try:
+            encoding = guarded(lambda: encode(first + second))
+        except ValueError as error:
+            raise ValueError(f"has a text that the tokenizer cannot encode ({error})") from error
+        ends = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 1]
+        after = np.flatnonzero(ends > len(first))
+        tokens = np.array(encoding.ids, np.int32)
+        return tokens, int(after[0]) if len(after) else len(tokens)
+
+    def count_special(self, documents: Sequence[bytes]) -> Counter[str]:
+        """Returns how often documents spell each special token, if that is ordinary text."""
+        found: Counter[str] = Counter()
+        if not self.parse_special and self._special.pattern:
+            for data in documents:
+                found.update(map(bytes.decode, self._special.findall(data)))
+        return found
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Decodes tokens to a text; leaves out special tokens."""
         numbers = list(map(int, tokens))
@@ -126,13 +176,78 @@ class FileTokenizer:
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def frame_document(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+    """Puts BOS before the tokens of a document, and the end token after them unless it is BOS.
+
+    Neither is doubled if the document has it already. With `parse_special` a BOS in the middle is
+    refused if it is not BOS that ends documents, because attention would end there.
+    """
+    bos, end = tokenizer.bos_token, tokenizer.end_token
+    tokens = tokens[1:] if tokens[:1].tolist() == [bos] else tokens
+    if bos == end:
+        tokens = tokens[:-1] if tokens[-1:].tolist() == [bos] else tokens
+    elif tokens[-1:].tolist() != [end]:
+        tokens = np.append(tokens, end)
+    if tokenizer.parse_special and bos != end:
+        begins = np.flatnonzero(tokens == bos)
+        if len(begins) and not (tokens[begins - 1] == end)[begins > 0].all():
+            raise ValueError(
+                f"spells the token {bos}, which begins a document, in its middle, so attention "
+                "would end there; expected the source 'chat' for chats, or no parse_special"
+            )
+    return np.concatenate([[bos], tokens]).astype(np.int32)
+
+
+@dataclasses.dataclass
+class Notes:
+    """What the user should know about encoded rows.
+
+    Attributes:
+      spelt: How often the texts spell each special token.
+      skipped: The number of rows that are left out because of an error.
+      first: The first of these errors, each a sentence with the row's place.
+    """
+
+    spelt: Counter[str] = dataclasses.field(default_factory=Counter)
+    skipped: int = 0
+    first: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, other: "Notes") -> None:
+        """Adds the notes on other rows."""
+        self.spelt.update(other.spelt)
+        self.skipped += other.skipped
+        self.first = [*self.first, *other.first][:FEW]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the notes as an object that JSON can represent."""
+        return {"spelt": dict(self.spelt), "skipped": self.skipped, "first": self.first}
+
+    def sentences(self) -> list[str]:
+        """Returns a sentence for each kind of note."""
+        said = []
+        if self.skipped:
+            also = f" (and {self.skipped - len(self.first)} more)" if self.skipped > FEW else ""
+            shown = " ".join(self.first).rstrip(".")
+            said.append(f"skipped {self.skipped} bad rows: {shown}{also}")
+        if self.spelt:
+            number = sum(self.spelt.values())
+            shown = ", ".join(f"{text!r} {n} times" for text, n in self.spelt.most_common(FEW))
+            said.append(
+                f"texts spell special tokens {number} times ({shown}), and these are encoded as "
+                "ordinary letters; parse_special (config.data.parse_special) reads them as tokens"
+            )
+        return said
+
+
+def load_tokenizer(path: str, *, parse_special: bool = False) -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
       path: A `tokenizer.json`; or a directory that contains a `tokenizer.json`, such as that of a
         model; or "" for the tokenizer of bytes. If the directory has a `tokenizer_config.json`,
         this file names the token that begins documents and the token that ends answers.
+      parse_special: Whether the text of a special token, such as `</s>`, is read as this token. By
+        default it is ordinary text, so that a document cannot contain special tokens.
 
     Raises:
       ValueError: The file is missing, is not a tokenizer, or has no token for BOS.
@@ -165,7 +280,12 @@ def load_tokenizer(path: str) -> Tokenizer:
                 raise refuse(f"has a {TOKENIZER_CONFIG} that {error}") from error
     if not os.path.lexists(file):
         what = f"lacks {TOKENIZER}" if has_config else "is no file"
+        model = place / SENTENCEPIECE if is_directory else file
+        if os.path.lexists(model) and model.suffix == ".model":
+            raise refuse(_only_sentencepiece(model))
         raise refuse(f"{what}; {expected}")
+    if file.suffix == ".model":
+        raise refuse(_only_sentencepiece(file))
     require("`tokenizer`", "tokenizers")
     import tokenizers
 
@@ -203,6 +323,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     digest = hashlib.blake2b(data, digest_size=8)
     if named:
         digest.update(f"{bos_token} {end_token}".encode())
+    if parse_special:
+        digest.update(b"parse_special")
     # A tokenizer with a `tokenizer_config.json` adds BOS itself if prompts must begin with BOS.
     try:
         begins = not has_config or guarded(lambda: tokenizer.encode("a")).ids[:1] == [bos_token]
@@ -215,6 +337,17 @@ def load_tokenizer(path: str) -> Tokenizer:
         begins_with_bos=begins,
         fingerprint=digest.hexdigest(),
         files=(file, *files),
+        parse_special=parse_special,
+    )
+
+
+def _only_sentencepiece(model: pathlib.Path) -> str:
+    folder = str(model.parent)
+    convert = f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+    return (
+        f"has only {model.name}, the file of SentencePiece; make its {TOKENIZER} once with "
+        "pip install transformers sentencepiece protobuf, and "
+        f'python -c "from transformers import AutoTokenizer; {convert}"'
     )
 
 

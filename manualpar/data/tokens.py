@@ -14,6 +14,7 @@ A process reads only the pages of the files that contain its own sequences.
 import dataclasses
 import pathlib
 import reprlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.packing import LongExamples, PackedSplit, pack
 from manualpar.data.tokenizer import TOKENIZER, load_tokenizer
+from manualpar.errors import printable
 from manualpar.system.storage import AnyPath, BucketPath, copied_folder, local_path, user_path
 from manualpar.system.storage.untrusted import parse_object, read_object
 
@@ -40,6 +42,9 @@ DESCRIPTION = "tokens.json"
 # The number of tokens at the beginning of a token file that are checked when it is opened.
 LOOKED_AT = 2**16
 TYPES: Mapping[Any, str] = {int: "an integer", str: "a string"}
+# Fields that `tokens.json` may lack, and the most characters of its remarks that are shown.
+OPTIONAL: Mapping[str, Any] = {"examples": 0, "parse_special": 0, "remarks": []}
+MOST_SHOWN = 2000
 
 
 class TokenFilesError(ValueError):
@@ -67,6 +72,8 @@ class TokenFiles:
     tokenizer: str  # The name of the tokenizer's file in the directory; "" for bytes.
     splits: dict[str, TokenFile]
     examples: int = 0  # 1 if documents are examples of chats, so that there is a file of lengths.
+    parse_special: int = 0  # 1 if texts of special tokens were read as tokens.
+    remarks: list[str] = dataclasses.field(default_factory=list)  # See `Notes.sentences`.
 
 
 def load_tokens(
@@ -75,6 +82,7 @@ def load_tokens(
     sequence_length: int,
     cache: str = "",
     long_examples: LongExamples = "error",
+    made_from: str = "",
 ) -> LanguageDataset:
     """Opens a directory of token files; if the documents are examples, packs them.
 
@@ -84,13 +92,17 @@ def load_tokens(
     Args:
       cache: The local folder to which the files of a bucket are copied; "" to copy nothing.
       long_examples: The treatment of examples that are longer than a sequence, see `pack`.
+      made_from: What remarks on the documents name; "" for the directory.
     """
     directory = user_path(path)
     if isinstance(directory, BucketPath) and cache:
         read_description(directory, path)  # Refuses a wrong folder before the files are copied.
         directory = copied_folder(directory, local_path(cache, "`cache`"), setting="`cache`")
     files = read_description(directory, path)
-    tokenizer = load_tokenizer(str(directory) if files.tokenizer else "")
+    for remark in files.remarks:
+        warnings.warn(f"{made_from or path}: {printable(remark[:MOST_SHOWN])}.", stacklevel=3)
+    named = str(directory) if files.tokenizer else ""
+    tokenizer = load_tokenizer(named, parse_special=bool(files.parse_special))
     if (tokenizer.vocab_size, tokenizer.bos_token) != (files.vocab_size, files.bos_token):
         raise _refuse(
             path,
@@ -134,6 +146,7 @@ def load_tokens(
 
     described = dataclasses.asdict(files)
     described |= {"examples": long_examples} if described.pop("examples") else {}
+    del described["parse_special"], described["remarks"]  # The hashes tell what they changed.
     fingerprint = make_fingerprint("tokens", sequence_length, described)
     splits = {split: load(split) for split in SPLITS}
     return LanguageDataset(tokenizer=tokenizer, fingerprint=fingerprint, **splits)
@@ -178,10 +191,13 @@ def _parse_description(fields: Any) -> TokenFiles:
     """Parses `TokenFiles` from JSON; the caller puts the file's name before an error's message."""
     if fields.get("version") != VERSION:
         raise ValueError(f"has the version {fields.get('version')!r}, expected {VERSION}")
-    fields = {"examples": 0} | fields
+    fields = {**OPTIONAL, **fields}
     _check_fields(fields, TokenFiles)
+    remarks = fields["remarks"]
+    if not isinstance(remarks, list) or not all(isinstance(each, str) for each in remarks):
+        raise ValueError(f"has remarks={reprlib.repr(remarks)}, expected a list of strings")
     choices = (("dtype", DTYPES), ("tokenizer", ("", TOKENIZER)), ("examples", (0, 1)))
-    for field, allowed in choices:
+    for field, allowed in (*choices, ("parse_special", (0, 1))):
         if fields[field] not in allowed:
             raise ValueError(f"has {field}={fields[field]!r}, expected one of {allowed}")
     splits = _object(fields["splits"], "splits")

@@ -1,5 +1,8 @@
 """Reads a step before it runs: where its state is stored, what it sends, its FLOPs and memory."""
 
+from typing import TYPE_CHECKING
+
+from manualpar.errors import old_names
 from manualpar.inspect.communication import (
     Collective,
     bytes_by_axes,
@@ -17,15 +20,21 @@ from manualpar.inspect.compiled import (
 from manualpar.inspect.expected_bytes import (
     ParameterForm,
     PipelineForm,
-    of_parameters,
     outer_step_bytes,
+    parameter_collectives,
     step_bytes,
     total_step_bytes,
 )
 from manualpar.inspect.flops import Computation, Product, ProductReader, TickParts, stage_costs
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.state_layout import draw_sharding, layout_table, state_bytes
-from manualpar.inspect.step_ledger import Ledger, describe_codes, ledger, trace_outer_steps
+from manualpar.inspect.step_ledger import (
+    Ledger,
+    describe_codes,
+    ledger,
+    trace_outer_steps,
+    trace_step,
+)
 from manualpar.inspect.xla_changes import Change, find_changes
 
 __all__ = [
@@ -49,8 +58,8 @@ __all__ = [
     "find_changes",
     "layout_table",
     "ledger",
-    "of_parameters",
     "outer_step_bytes",
+    "parameter_collectives",
     "read_compiled",
     "ring_bytes",
     "stage_costs",
@@ -61,4 +70,9 @@ __all__ = [
     "total_step_bytes",
     "trace_collectives",
     "trace_outer_steps",
+    "trace_step",
 ]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__, {"of_parameters": "parameter_collectives"})

@@ -232,7 +232,7 @@ SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index"}
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One operand of a collective that a program calls or a closed form predicts.
+    """One operand of a collective that a program calls or a formula predicts.
 
     XLA compiles one or several of these operands to one instruction, which is a
     `manualpar.inspect.compiled.CompiledCollective`. For either class the planner's

@@ -47,9 +47,20 @@ are not stacked are summed over the `N` stages once a step: `2 b (P / S) (N - 1)
 Under `diloco` the replicas train separately. A step sends the bytes of one replica's program on
 that replica's part of the mesh. `outer_step_bytes` counts the bytes of the outer step.
 
+An optimizer that multiplies matrices, such as Muon, runs on whole matrices, see
+`manualpar.core.program.whole_matrices`. For a group of `M` matrices of `s` bytes each, whose dims
+are sharded over axes of `n_1, n_2, ...` devices (`n` is their product), a device sends for each
+input and each result of the function
+
+    an all-to-all over each of these axes                           M s / n (n_i - 1) / n_i
+
+`M` counts the matrices of which a device has a part, and repeats that make `M` a multiple of `n`.
+If `C` devices with the same parts divide the matrices, `M` is a multiple of `n C`, an all-to-all
+sends `1 / C` of this, and an all-gather of each result sends `M s / n (C - 1) / C`.
+
 The formulas do not count: collectives of split layers, of metrics, of example counts, and of
 variables outside `params`; activations that stages send; collectives that the compiler inserts for
-an optimizer that is not elementwise.
+an optimizer that is not elementwise, if this optimizer is left to it (see `matrix_functions`).
 """
 
 import dataclasses
@@ -64,18 +75,21 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Route
+from manualpar.core.parameters.collectives import EXACT, MixedPrecisionPolicy
+from manualpar.core.parameters.placement import ParameterInfo, ParameterSharding, partition
 from manualpar.core.program.program import Program
+from manualpar.core.program.whole_matrices import MatrixFunctions
 from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
     EXAMPLES_SCOPE,
     GATHER_SCOPE,
+    MATRICES_SCOPE,
     METRICS_SCOPE,
     NEW_PARAMS_SCOPE,
     NONFINITE_SCOPE,
+    OPTIMIZER_SCOPE,
     OUTER_SCOPE,
     PIPELINE_SCOPE,
     REDUCE_SCOPE,
@@ -93,7 +107,7 @@ from manualpar.layers.pipeline.staged_loss import StagedLoss
 # A strategy gives three counts for each parameter: how often a step gathers it, scatters its
 # gradient and gathers its new value (`manualpar.core.modes.strategy.CommCounts`). The parameter's
 # placement gives the axes. `manualpar.inspect.expected_bytes` explains the bytes, and sums them
-# for a program; `manualpar.plans.closed_form` uses the same collectives for layouts without a
+# for a program; `manualpar.plans.layouts` uses the same collectives for layouts without a
 # program.
 #
 # In a pipeline whose stages run several chunks of layers, one use of a stacked parameter reads
@@ -120,7 +134,7 @@ class Sending(Protocol):
         """The minibatches of a step."""
 
     @property
-    def comm(self) -> CommPolicy:
+    def comm(self) -> MixedPrecisionPolicy:
         """The dtypes and quantizers with which values are sent."""
 
 
@@ -156,7 +170,13 @@ class _DimGather(NamedTuple):
         return self.axis_size > 1 or not self.is_data
 
     def gather(
-        self, times: int, scope: str, comm: CommPolicy, dtype: Any, sent: Any, parts: int = 1
+        self,
+        times: int,
+        scope: str,
+        comm: MixedPrecisionPolicy,
+        dtype: Any,
+        sent: Any,
+        parts: int = 1,
     ) -> Collective:
         """Returns the all-gathers of this round, as one `Collective`, for `times` gathers.
 
@@ -171,7 +191,7 @@ class _DimGather(NamedTuple):
         return Collective("all_gather", self.axes, self.axis_size, shape, sent, times, scope)
 
     def scatter(
-        self, times: int, scope: str, comm: CommPolicy, reduced: Any, parts: int = 1
+        self, times: int, scope: str, comm: MixedPrecisionPolicy, reduced: Any, parts: int = 1
     ) -> Collective:
         """Returns `times` reduce-scatters of the gradient, or all-to-alls if it is quantized."""
         n, times = self.elements // self.calls, times * self.calls // parts
@@ -185,7 +205,7 @@ class _DimGather(NamedTuple):
 class ParameterForm:
     """The collectives of one parameter of a program, and of its gradient."""
 
-    def __init__(self, program: Sending, info: ParameterInfo, place: Route) -> None:
+    def __init__(self, program: Sending, info: ParameterInfo, place: ParameterSharding) -> None:
         self.program, self.info, self.place = program, info, place
         self.comm = program.comm.for_parameter(
             info.dtype, trainable=place.trainable, is_float8=place.is_float8
@@ -386,7 +406,7 @@ class ParameterForm:
 def _gathers(
     program: Sending,
     info: ParameterInfo,
-    place: Route,
+    place: ParameterSharding,
     names: Names,
     shard: int,
     calls: int,
@@ -413,7 +433,7 @@ def _gathers(
     return gathers
 
 
-def _data_shards(program: Sending, place: Route) -> int:
+def _data_shards(program: Sending, place: ParameterSharding) -> int:
     """Returns the number of shards of a parameter along the axes that split the batch."""
     axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
     return axes_size(program.mesh, tuple(axes))
@@ -435,7 +455,7 @@ def elements_on_device(
 
 
 def mean_collectives(
-    comm: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
+    comm: MixedPrecisionPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
 ) -> Iterator[Collective]:
     """Yields the collectives that compute the mean of `n` numbers over `size` devices."""
     if size > 1 and (code := comm.reduce_quantizer(n / size, dtype, axes)):
@@ -589,6 +609,42 @@ def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
 
 
 # -------------------------------------------------------------------------------------------------
+# Predicts the collectives of an optimizer's matrix functions.
+
+
+def matrix_functions(program: Program) -> MatrixFunctions | None:
+    """Finds the matrix functions of a program's optimizer.
+
+    Returns:
+      The functions that run on whole matrices, and the parameters whose update is left to XLA;
+      `None` if XLA writes all collectives of the update.
+    """
+    if program.outer is not None:
+        program = program.outer.inner
+    update, state = program.step.update, program.unpadded_state
+    if not update.mode.writes_collectives:
+        return None
+    params, _ = partition(program.placements, state.params)
+    return update.matrix_functions(state.tx, params, state.opt_state, state.collections)
+
+
+def matrix_collectives(program: Program) -> Iterator[Collective]:
+    """Yields the collectives of a step for the optimizer's matrix functions."""
+    functions, scope = matrix_functions(program), f"{OPTIMIZER_SCOPE}/{MATRICES_SCOPE}"
+    for group in functions.groups if functions else ():
+        owners = math.prod(axes_size(program.mesh, axes) for _, axes in group.exchanged)
+        copies = axes_size(program.mesh, group.copies)
+        part = math.prod(group.shape) // owners
+        for dtype in (*group.inputs, *group.outputs):
+            for _, axes in group.exchanged:
+                size, operand = axes_size(program.mesh, axes), (group.padded // copies, part)
+                yield Collective("all_to_all", axes, size, operand, dtype, 1, scope)
+        for dtype in group.outputs if group.copies else ():
+            operand = (group.padded // copies, part)
+            yield Collective("all_gather", group.copies, copies, operand, dtype, 1, scope)
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 # The scopes of collectives that `step_bytes` does not count.
@@ -603,7 +659,7 @@ OTHER_SCOPES = (
 
 
 def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str, ...], Fraction]:
-    """Predicts the bytes that a device sends in a step for parameters and gradients.
+    """Predicts the bytes that a device sends in a step for parameters, gradients and updates.
 
     Args:
       program: The program. In modes `auto` and `explicit` the prediction holds if the compiler
@@ -628,6 +684,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
         )
     if program.outer is not None:
         program = program.outer.inner
+    of_update = tuple(matrix_collectives(program))
     if program.pipeline is None:
         m, strategy = program.num_minibatches, program.strategy
         pairs = [(pair, strategy.sends(m, pair[1].keep)) for pair in program.parameters]
@@ -638,24 +695,29 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
                 (pair, sends(m, pair[1].keep))
                 for pair in zip(*map(jax.tree.leaves, trees), strict=True)
             ]
-        return _bytes_of(program, ((pair, Uses(sent, backward=m)) for pair, sent in pairs))
+        uses = ((pair, Uses(sent, backward=m)) for pair, sent in pairs)
+        return _bytes_of(program, uses, of_update)
     form = PipelineForm(program)
     stages = form.stages(stage)
     sent = [
-        _bytes_of(program, zip(program.parameters, form.uses(one), strict=True)) for one in stages
+        _bytes_of(program, zip(program.parameters, form.uses(one), strict=True), of_update)
+        for one in stages
     ]
     return max(sent, key=lambda by_axes: sum(by_axes.values()))
 
 
 def _bytes_of(
-    program: Program, uses: Iterable[tuple[tuple[ParameterInfo, Route], Uses]]
+    program: Program,
+    uses: Iterable[tuple[tuple[ParameterInfo, ParameterSharding], Uses]],
+    of_update: Iterable[Collective],
 ) -> dict[tuple[str, ...], Fraction]:
     """Sums the bytes that a device sends for parameters, given the uses of each parameter."""
-    return bytes_by_axes(
+    of_each = (
         x
         for (info, place), used in uses
         for x in ParameterForm(program, info, place).collectives(used)
     )
+    return bytes_by_axes((*of_each, *of_update))
 
 
 def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
@@ -705,7 +767,7 @@ def outer_step_bytes(
     return bytes_by_axes(sent)
 
 
-def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+def parameter_collectives(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Returns the collectives of a traced step that `step_bytes` predicts.
 
     Collectives of metrics, of collections and of layers are left out. A collective from other code

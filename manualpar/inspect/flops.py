@@ -19,13 +19,19 @@ The scores (the largest array of a product with two batch dims) stay on the chip
 scores that a causal mask hides is not computed. Blockwise attention
 (`manualpar.core.tracing.scopes`) does not compute the hidden half either. Both kinds of
 attention compute the scores again in the backward pass; this second computation is not counted.
+
+*Narrow* dtypes are those of 8 bits: `float8_...` and `int8`. `TrafficReader` also counts what makes
+the operands of their products: each rounding of a wider array (a reduction finds its largest
+number), and each float8 operand that is not summed over its last dim, because Hopper's matrix units
+take no other layout. XLA for GPUs writes the second layout of an activation or a gradient, for the
+product that gives the gradient of a weight, when it rounds. It transposes weights apart.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +50,7 @@ from manualpar.inspect.scope_parsing import PHASES, Phase, module_of, phase_of
 from manualpar.layers.pipeline.schedules import Costs, Table
 
 Number = TypeVar("Number", Fraction, float)
+Change = Literal["", "rounded", "transposed"]
 
 # Primitives that multiply matrices, and whose number of operations may be unknown.
 _UNCOUNTED = """
@@ -74,6 +81,7 @@ class Product(NamedTuple, Generic[Number]):
       dtype: The dtype of the widest operand.
       is_fused: Whether the product is a kernel, or is part of a fused attention kernel.
       spread: The number of devices over which the operations are spread evenly.
+      change: What happens to an operand in a narrow dtype; "" for a product or a reduction.
     """
 
     scope: str
@@ -82,6 +90,7 @@ class Product(NamedTuple, Generic[Number]):
     dtype: str = ""
     is_fused: bool = False
     spread: int = 1
+    change: Change = ""
 
     @property
     def phase(self) -> Phase:
@@ -162,18 +171,20 @@ class ProductReader(EquationReader[Product[Fraction]]):
 
 
 class TrafficReader(ProductReader):
-    """Collects products and reductions with their memory traffic."""
+    """Collects products, reductions and changes of narrow operands, with their memory traffic."""
 
     fused_attention = False  # Whether attention runs in one kernel, see the module.
 
     def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
-        """Returns the work of an equation that is a product or a reduction."""
+        """Returns the work of an equation that is a product, a reduction or a rounding."""
         flops: int | Fraction | None = flops_of(eqn, around.scope)
         is_product = flops is not None
+        if _is_rounding(eqn):
+            return (_changed("rounded", eqn.outvars[0], sum(map(_bytes, _ends(eqn))), around),)
         if not is_product and eqn.primitive.name not in REDUCTIONS:
             return super().find(eqn, around)
         arrays = [*eqn.invars, *eqn.outvars] if is_product else eqn.invars[:1]
-        sizes = [math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in arrays]
+        sizes = [_bytes(x) for x in arrays]
         is_fused = self.fused_attention and _is_of_scores(eqn, is_product)
         if is_fused:
             sizes.remove(max(sizes))
@@ -186,7 +197,52 @@ class TrafficReader(ProductReader):
         share = Fraction(around.times, around.spread)
         flops, traffic = (flops or 0) * share, sum(sizes) * share
         is_fused |= is_kernel
-        return (Product(around.scope, flops, traffic, dtype, is_fused, around.spread),)
+        product = Product(around.scope, flops, traffic, dtype, is_fused, around.spread)
+        return (product, *(_second_layout(x, around) for x in _turned(eqn)))
+
+
+def is_narrow(dtype: str) -> bool:
+    """Returns whether a dtype has 8 bits."""
+    return dtype.startswith("float8") or dtype == "int8"
+
+
+def _is_rounding(eqn: Any) -> bool:
+    """Returns whether an equation rounds an array of floats to a narrow dtype."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    before, after = (x.aval.dtype for x in _ends(eqn))
+    is_wide = jnp.issubdtype(before, jnp.floating) and not is_narrow(str(before))
+    return is_wide and is_narrow(str(after))
+
+
+def _turned(eqn: Any) -> Iterator[Any]:
+    """Yields the operands in float8 of a matrix product that are not summed over their last dim."""
+    if eqn.primitive.name == "dot_general":
+        contracted, _ = eqn.params["dimension_numbers"]
+        for x, dims in zip(eqn.invars, contracted, strict=True):
+            if str(x.aval.dtype).startswith("float8") and x.aval.ndim - 1 not in dims:
+                yield x
+
+
+def _second_layout(x: Any, around: Around) -> Product[Fraction]:
+    if phase_of(around.scope) == "backward":
+        return _changed("rounded", x, _bytes(x), around)
+    return _changed("transposed", x, 2 * _bytes(x), around)
+
+
+def _changed(change: Change, x: Any, size: int, around: Around) -> Product[Fraction]:
+    traffic = Fraction(around.times * size, around.spread)
+    dtype = str(x.aval.dtype)
+    return Product(around.scope, Fraction(0), traffic, dtype, spread=around.spread, change=change)
+
+
+def _ends(eqn: Any) -> tuple[Any, Any]:
+    return eqn.invars[0], eqn.outvars[0]
+
+
+def _bytes(variable: Any) -> int:
+    size: int = math.prod(variable.aval.shape) * variable.aval.dtype.itemsize
+    return size
 
 
 def _is_of_scores(eqn: Any, is_product: bool) -> bool:

@@ -25,7 +25,7 @@ from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.loss_function import Mean
 from manualpar.core.parameters.placement import (
     ParameterInfo,
-    Route,
+    ParameterSharding,
     combine,
     partition,
     split_names,
@@ -142,7 +142,7 @@ def _on_one_device(
     model = dataclasses.replace(program.model, mode=mode, learns_counts=True)
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
-    def cast(place: Route, x: jax.Array) -> jax.Array:
+    def cast(place: ParameterSharding, x: jax.Array) -> jax.Array:
         comm = program.comm.for_parameter(
             x.dtype, trainable=place.trainable, is_float8=place.is_float8
         )

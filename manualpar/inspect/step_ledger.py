@@ -1,6 +1,6 @@
 """The ledger: the collectives and operations of a step, read off the program before it has run.
 
-The ledger describes the same step in three ways. Formulas (the *closed form*) predict the bytes
+The ledger describes the same step in three ways. Formulas predict the bytes
 that the strategy has to send (`manualpar.inspect.expected_bytes`). The jaxpr shows the program
 before XLA changes it (`manualpar.inspect.communication`, `manualpar.inspect.flops`). The compiled
 program shows the step that runs (`manualpar.inspect.compiled`). `manualpar.inspect.xla_changes`
@@ -25,7 +25,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.collectives import MixedPrecisionPolicy
 from manualpar.core.program.program import Program
 from manualpar.core.summary import Summarized
 from manualpar.core.tracing.jaxprs import all_equations
@@ -41,7 +41,7 @@ from manualpar.inspect.communication import (
     trace_collectives,
 )
 from manualpar.inspect.compiled import Compiled, read_compiled
-from manualpar.inspect.expected_bytes import outer_step_bytes, step_bytes
+from manualpar.inspect.expected_bytes import matrix_functions, outer_step_bytes, step_bytes
 from manualpar.inspect.flops import Computation, ProductReader, by_phase_and_module, uncounted
 from manualpar.inspect.ledger_difference import LOW_PRECISION
 from manualpar.inspect.memory import Memory, step_memory
@@ -60,8 +60,8 @@ class Ledger(Summarized):
       mesh: The sizes of the mesh axes; empty if the program has no mesh.
       collectives: The collectives of the jaxpr.
       computations: The operations of products, by phase and module.
-      predicted: The bytes over each axis, or tuple of axes, by the strategy's closed form; `None`
-        if there is no closed form.
+      predicted: The bytes over each axis, or tuple of axes, by the strategy's formula; `None`
+        if there is no formula.
       memory: The memory of a device at the step's peak; `None` for a function, or if XLA chooses
         the arrays that a device holds.
       compiled: The compiled step; `None` if it was not compiled.
@@ -91,7 +91,7 @@ class Ledger(Summarized):
             or "none",
         }
         if self.predicted is not None:
-            lines["in closed form"] = f"{float(sum(self.predicted.values())):,.0f}"
+            lines["by formula"] = f"{float(sum(self.predicted.values())):,.0f}"
         if self.compiled:
             compiled = float(total_bytes(self.compiled.collectives))
             lines["compiled"] = f"{compiled:,.0f}, with {len(self.changes)} changes by XLA"
@@ -241,6 +241,8 @@ def ledger(
         )
     if ours and (codes := describe_codes(ours.comm)):
         notes.append(f"sent quantized: {codes}")
+    if ours and ours.mode == "manual":
+        notes += _left_to_xla(ours, is_compiled=compile)
     if ours and ours.outer is not None:
         by_axes = outer_step_bytes(ours).items()
         sent_by_axes = ", ".join(
@@ -255,7 +257,7 @@ def ledger(
         collectives=collectives,
         computations=by_phase_and_module(products, root),
         predicted=_unless_refused(
-            functools.partial(step_bytes, stage=sending.stage), ours, "bytes in closed form", notes
+            functools.partial(step_bytes, stage=sending.stage), ours, "bytes by formula", notes
         ),
         memory=_unless_refused(step_memory, ours, "memory", notes),
         notes=tuple(notes),
@@ -273,6 +275,21 @@ def ledger(
     return dataclasses.replace(result, compiled=compiled, changes=changes)
 
 
+def _left_to_xla(program: Program, *, is_compiled: bool) -> Iterator[str]:
+    """Yields a note for each reason why XLA writes collectives of the optimizer's update."""
+    functions = matrix_functions(program)
+    reasons: dict[str, list[str]] = {}
+    for path, reason in functions.left.items() if functions else ():
+        reasons.setdefault(reason, []).append(path)
+    where = "among the changes" if is_compiled else "only in the compiled program"
+    for reason, paths in reasons.items():
+        more = f" and {len(paths) - 2} others" if len(paths) > 2 else ""
+        yield (
+            f"the update of {', '.join(paths[:2])}{more} is left to XLA, because {reason}; what "
+            f"XLA sends for it is {where}"
+        )
+
+
 def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
     """Returns the collectives of a program's outer steps (DiLoCo); `()` if it has none."""
     steps = () if program.outer is None else program.outer.steps
@@ -280,7 +297,7 @@ def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 
-def describe_codes(comm: CommPolicy) -> str:
+def describe_codes(comm: MixedPrecisionPolicy) -> str:
     """Says which values are sent quantized; `""` if none are."""
     axes = f" over {','.join(comm.quantized_axes)}" if comm.quantized_axes else ""
     named = (
@@ -309,12 +326,11 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
             f"ledger: program is a {type(program).__name__}, expected a Program, a function with "
             "its abstract arguments, or the result of jax.jit(f).trace(*args)."
         )
-    name, function = _name(program), program
-    if not hasattr(program, "trace"):
+    name = _name(program)
+    if not hasattr(program, "lower"):
         _check_arguments(name, program, args)
-        function = jax.jit(program)
     try:
-        traced = function.trace(*args)
+        traced = trace_step(program, *args)
     except NameError as error:
         if "unbound axis" not in str(error):
             raise
@@ -324,6 +340,51 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
             "jax.shard_map returns, and arguments of global shapes."
         ) from error
     return traced
+
+
+def trace_step(step: Callable[..., Any], *abstract_args: Any) -> jax.stages.Traced:
+    """Traces a step of any library, without running it.
+
+    The jit of another library, such as Equinox's `filter_jit`, traces arrays only, and takes and
+    returns trees with other leaves, such as a module's activation function. Here these leaves of
+    the arguments keep their values, and those of the results are left out. What such a jit donates
+    is not seen.
+
+    Args:
+      step: A function, jitted by JAX or by another library, or not jitted.
+      *abstract_args: Its arguments: trees of arrays or of `jax.ShapeDtypeStruct`s, with
+        shardings if these matter.
+
+    Returns:
+      The traced step, as of `jax.jit(step).trace(...)`.
+
+    Communication:
+      None.
+    """
+    if hasattr(step, "trace"):
+        traced: jax.stages.Traced = step.trace(*abstract_args)
+        return traced
+    if not hasattr(step, "lower"):
+        return jax.jit(step).trace(*abstract_args)
+    of_arrays, arrays = _of_arrays(step, abstract_args)
+    return jax.jit(of_arrays).trace(*arrays)
+
+
+def _of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    """Returns a function of the arrays in `args`, whose results are arrays, and these arrays."""
+    leaves, tree = jax.tree.flatten(args)
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        filled = [next(given) if _is_array(x) else x for x in leaves]
+        out = function(*jax.tree.unflatten(tree, filled))
+        return [x for x in jax.tree.leaves(out) if _is_array(x)]
+
+    return of_arrays, list(filter(_is_array, leaves))
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -339,8 +400,7 @@ def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, .
     except ValueError:
         pass  # Some builtins have no signature. For these jax raises the error.
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        if not is_array and not isinstance(leaf, bool | int | float | complex):
+        if not _is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
             raise TypeError(
                 f"ledger: {name} was given args{jax.tree_util.keystr(path)}={leaf!r}, expected an "
                 "array or a jax.ShapeDtypeStruct(shape, dtype). Bind other values with "
@@ -365,17 +425,8 @@ def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> I
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Jaxpr:
     """Returns the jaxpr of `function(*args)`; only the arrays in `args` are traced."""
-    leaves, tree = jax.tree.flatten(args)
-
-    def call(*arrays: Any) -> Any:
-        traced_arrays = iter(arrays)
-        return function(
-            *jax.tree.unflatten(
-                tree, [next(traced_arrays) if hasattr(x, "shape") else x for x in leaves]
-            )
-        )
-
-    return jax.make_jaxpr(call)(*(x for x in leaves if hasattr(x, "shape"))).jaxpr
+    of_arrays, arrays = _of_arrays(function, args)
+    return jax.make_jaxpr(of_arrays)(*arrays).jaxpr
 
 
 def _unless_refused(

@@ -34,28 +34,36 @@ class Peak(NamedTuple):
     """The peak FLOP/s of one kind of device."""
 
     kind: str  # A regular expression for the full `jax.Device.device_kind`.
-    teraflops: Mapping[str, float]  # TFLOP/s of a device by dtype.
+    # TFLOP/s of a device by dtype; `float8` is for all of its formats, and missing without them.
+    teraflops: Mapping[str, float]
     source: str  # The vendor's page, and how the number follows from the page.
 
 
-def _tpu(teraflops: float) -> dict[str, float]:
+def _tpu(teraflops: float, **narrow: float) -> dict[str, float]:
     """Uses the bfloat16 peak for float32 too, because a TPU multiplies float32 as bfloat16."""
-    return {"bfloat16": teraflops, "float32": teraflops}
+    return {"bfloat16": teraflops, "float32": teraflops, **narrow}
 
 
-def _gpu(half: float, single: float) -> dict[str, float]:
-    return {"bfloat16": half, "float16": half, "float32": single}
+def _gpu(half: float, single: float, eight: float = 0.0, **narrow: float) -> dict[str, float]:
+    """Datasheets of GPUs with float8 give the same number for float8 and int8."""
+    if eight:
+        narrow = {"float8": eight, "int8": eight}
+    return {"bfloat16": half, "float16": half, "float32": single, **narrow}
 
 
 # The patterns match `device_kind` of JAX. Up to v3 and from v7 on, a TPU chip is two devices in
 # JAX. If a datasheet gives a number only with sparsity, half of it is used.
 PEAKS = (
     Peak(r"TPU v3", _tpu(123 / 2), TPU_DOCS + "v3: 123 a chip"),
-    Peak(r"TPU v4", _tpu(275), TPU_DOCS + "v4"),
-    Peak(r"TPU v5 lite|TPU v5e", _tpu(197), TPU_DOCS + "v5e"),
-    Peak(r"TPU v5|TPU v5p", _tpu(459), TPU_DOCS + "v5p"),
-    Peak(r"TPU v6 lite|TPU v6e", _tpu(918), TPU_DOCS + "v6e"),
-    Peak(r"TPU ?(v7|7)x?", _tpu(2307 / 2), TPU_DOCS + "tpu7x: 2307 a chip"),
+    Peak(r"TPU v4", _tpu(275, int8=275), TPU_DOCS + "v4: the same in int8"),
+    Peak(r"TPU v5 lite|TPU v5e", _tpu(197, int8=393), TPU_DOCS + "v5e"),
+    Peak(r"TPU v5|TPU v5p", _tpu(459, int8=918), TPU_DOCS + "v5p"),
+    Peak(r"TPU v6 lite|TPU v6e", _tpu(918, int8=1836), TPU_DOCS + "v6e"),
+    Peak(
+        r"TPU ?(v7|7)x?",
+        _tpu(2307 / 2, float8=4614 / 2),
+        TPU_DOCS + "tpu7x: 2307 a chip, 4614 in float8",
+    ),
     Peak(
         r"Tesla V100-SXM\d.*", {"float16": 125, "float32": 15.7}, NVIDIA + "v100: no bfloat16, TF32"
     ),
@@ -64,17 +72,23 @@ PEAKS = (
     Peak(r"NVIDIA A10", _gpu(125, 62.5), NVIDIA + "products/a10-gpu"),
     Peak(r"NVIDIA A30", _gpu(165, 82), NVIDIA + "products/a30-gpu"),
     Peak(r"NVIDIA A40", _gpu(149.7, 74.8), NVIDIA + "a40"),
-    Peak(r"NVIDIA A100[- ](SXM4|PCIE|PG509|80GB PCIe)((?!MIG).)*", _gpu(312, 156), NVIDIA + "a100"),
-    Peak(r"NVIDIA L4", _gpu(242 / 2, 120 / 2), NVIDIA + "l4"),
-    Peak(r"NVIDIA L40S", _gpu(362.05, 183), NVIDIA + "l40s"),
-    Peak(r"NVIDIA H100 PCIe", _gpu(1513 / 2, 756 / 2), NVIDIA + "h100"),
-    Peak(r"NVIDIA H100 NVL", _gpu(1671 / 2, 835 / 2), NVIDIA + "h100"),
-    Peak(r"NVIDIA H100 \d+GB HBM\w+", _gpu(1979 / 2, 989 / 2), NVIDIA + "h100: SXM"),
-    Peak(r"NVIDIA GH200 \d+GB", _gpu(1979 / 2, 989 / 2), NVIDIA + "grace-hopper-superchip"),
-    Peak(r"NVIDIA H200 NVL", _gpu(1671 / 2, 835 / 2), NVIDIA + "h200"),
-    Peak(r"NVIDIA H200", _gpu(1979 / 2, 989 / 2), NVIDIA + "h200: SXM"),
-    Peak(r"NVIDIA B200", _gpu(4500 / 2, 2250 / 2), NVIDIA + "hgx: an eighth of HGX B200"),
-    Peak(r"NVIDIA GB200", _gpu(5000 / 2, 2500 / 2), NVIDIA + "gb200-nvl72: a 72nd"),
+    Peak(
+        r"NVIDIA A100[- ](SXM4|PCIE|PG509|80GB PCIe)((?!MIG).)*",
+        _gpu(312, 156, int8=624),
+        NVIDIA + "a100",
+    ),
+    Peak(r"NVIDIA L4", _gpu(242 / 2, 120 / 2, 485 / 2), NVIDIA + "l4"),
+    Peak(r"NVIDIA L40S", _gpu(362.05, 183, 733), NVIDIA + "l40s"),
+    Peak(r"NVIDIA H100 PCIe", _gpu(1513 / 2, 756 / 2, 3026 / 2), NVIDIA + "h100"),
+    Peak(r"NVIDIA H100 NVL", _gpu(1671 / 2, 835 / 2, 3341 / 2), NVIDIA + "h100"),
+    Peak(r"NVIDIA H100 \d+GB HBM\w+", _gpu(1979 / 2, 989 / 2, 3958 / 2), NVIDIA + "h100: SXM"),
+    Peak(
+        r"NVIDIA GH200 \d+GB", _gpu(1979 / 2, 989 / 2, 3958 / 2), NVIDIA + "grace-hopper-superchip"
+    ),
+    Peak(r"NVIDIA H200 NVL", _gpu(1671 / 2, 835 / 2, 3341 / 2), NVIDIA + "h200"),
+    Peak(r"NVIDIA H200", _gpu(1979 / 2, 989 / 2, 3958 / 2), NVIDIA + "h200: SXM"),
+    Peak(r"NVIDIA B200", _gpu(4500 / 2, 2250 / 2, 9000 / 2), NVIDIA + "hgx: an eighth of HGX B200"),
+    Peak(r"NVIDIA GB200", _gpu(5000 / 2, 2500 / 2, 10000 / 2), NVIDIA + "gb200-nvl72: a 72nd"),
 )
 
 

@@ -175,6 +175,17 @@ def platform_traced_for() -> str | None:
     return mesh.abstract_device.platform if mesh.abstract_device else None
 
 
+def has_tpu_kernels() -> bool:
+    """Returns whether the code is traced for TPUs and may contain their kernels.
+
+    A plan without a compiler knows the kind of a TPU, and not its cores
+    (`manualpar.planner.hardware.Chip`). It reads attention in blocks of plain JAX.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_planned = not mesh.empty and getattr(mesh.abstract_device, "num_cores", None) is None
+    return platform_traced_for() == "tpu" and not is_planned
+
+
 def _check(function: str, x: jax.Array, axes: tuple[str, ...], fits: bool, why: str) -> None:
     if not fits and not has_lost_types(x, axes):
         raise ValueError(f"{function}: x of shape {x.shape} {why}.")

@@ -38,6 +38,7 @@ from jax.typing import DTypeLike
 from manualpar.core.mesh.axes import Names, axis_tuple
 from manualpar.core.parameters.annotations import split
 from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.parameters.placement import MatrixDims
 from manualpar.layers.boundaries import bound_axes, enter, has_lost_types, leave
 from manualpar.layers.low_precision import MATMULS, Matmul
 from manualpar.layers.ring import (
@@ -92,6 +93,13 @@ class SplitDense(nn.Module):
     overlap: LayerOverlap = "none"
     shared: bool = False
     matmul: Matmul = ""
+
+    @property
+    def matrix_dims(self) -> dict[str, MatrixDims | None]:
+        """The dims by which the kernel is a matrix."""
+        dims = tuple(range(len(self.shape)))
+        kernel = MatrixDims(dims[: self.contracted], dims[self.contracted :])
+        return {"kernel": kernel, "bias": None}
 
     @nn.compact
     def __call__(self, x: jax.Array | Chunks) -> Any:

@@ -179,12 +179,7 @@ def gradient_tensordot(
 ) -> jax.Array:
     """Multiplies as `jnp.tensordot` does, in a backward pass that is written by hand.
 
-    Args:
-      x: The first factor.
-      y: The second factor, of the same dtype.
-      contracted: The contracted dims of both factors.
-      matmul: The format of the product.
-      side: Which factor is the gradient, 0 or 1.
+    Both factors have one dtype. The factor with the index `side` is the gradient.
     """
     if not matmul:
         return jnp.tensordot(x, y, contracted)
@@ -229,11 +224,8 @@ _product.defvjp(_forward, _backward)
 def _gradient_dims(dims: Dims, side: int, ndim: int, other_ndim: int) -> tuple[Dims, Sequence[int]]:
     """Returns the dims of a gradient's product with the other factor, and the order of its result.
 
-    Args:
-      dims: The dims of the forward product.
-      side: The factor whose gradient is computed, 0 or 1.
-      ndim: The number of its dims.
-      other_ndim: The number of dims of the other factor.
+    `dims` are those of the forward product. The gradient is of the factor with the index `side`,
+    which has `ndim` dims.
     """
     (contracted, batch) = dims
     free = _free(ndim, contracted[side], batch[side])

@@ -6,6 +6,7 @@ from manualpar.models.classifier import Classifier
 from manualpar.models.layer_config import Attention, Latent, Mlp, Norm, Scales, Split
 from manualpar.models.rotary import Rotary, RotaryScaling
 from manualpar.models.transformer import Transformer, flops_per_token
+from manualpar.models.transformer_layer import qk_clip
 
 __all__ = [
     "Attention",
@@ -21,4 +22,5 @@ __all__ = [
     "Split",
     "Transformer",
     "flops_per_token",
+    "qk_clip",
 ]

@@ -113,6 +113,8 @@ class Attention(FieldGroup):
         softmax: the weights of the keys sum to less than 1 (Xiao et al.,
         https://arxiv.org/abs/2309.17453). The kinds `"splash"` and `"xla"` have no sinks.
       latent: The sizes of multi-head latent attention, see `Latent`; none by default.
+      notes_largest: Whether each layer notes the largest score of each head in a step, for
+        `qk_clip`. It computes the scores a second time, at most 16 blocks of queries after another.
     """
 
     kind: AttentionKind = config_field("", "attention", choices=ATTENTION_KINDS, required=True)
@@ -131,6 +133,7 @@ class Attention(FieldGroup):
     score_growth_length: int = config_field(8192, "", 1)
     sinks: bool = config_field(False, "attention_sinks")
     latent: Latent = Latent()
+    notes_largest: bool = flat_field(False, "notes_largest_scores")
 
     def __post_init__(self) -> None:
         if self.window < 0:
@@ -311,7 +314,7 @@ class LowPrecision(FieldGroup):
 
     def __post_init__(self) -> None:
         refuse_unknown(self, "matmul", MATMULS)
-        if not self.layers or isinstance(self.layers, str):
+        if not self.layers or not isinstance(self.layers, tuple):
             refuse(self, "layers", "a tuple of one or more globs such as ('mlp/*',)")
         if not self.matmul and self.layers != ("*",):
             refuse(self, "layers", "('*',) without matmul")

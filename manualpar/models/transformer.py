@@ -33,6 +33,7 @@ from flax.typing import In
 from jax.typing import DTypeLike
 
 from manualpar.core.modes.layer_loops import AUTO, AUTO_WRITTEN_OUT, CHOICES, REMAT_POLICIES
+from manualpar.core.parameters.placement import MatrixDims
 from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
@@ -56,7 +57,14 @@ from manualpar.models.layer_config import (
     split_dims,
 )
 from manualpar.models.rotary import NO_SCALING, Rotary, rotary_angles
-from manualpar.models.transformer_layer import Documents, Layer, Stream, halve, normalize
+from manualpar.models.transformer_layer import (
+    OVERWRITTEN,
+    Documents,
+    Layer,
+    Stream,
+    halve,
+    normalize,
+)
 
 # -------------------------------------------------------------------------------------------------
 # Runs the layers of a `Transformer`: unrolled (*written out*), or one layer in an `nn.scan` loop.
@@ -241,6 +249,8 @@ def _run_loop(
         variable_axes |= {CACHE: 0, NEW_KEYS: 0}
     if config.experts.num_experts:
         variable_axes |= {LOSSES: 0, COUNTS: 0}
+    if config.attention.notes_largest:
+        variable_axes[OVERWRITTEN] = 0
     if config.experts.router_bias:
         # Layers only read the bias. If the loop returned the bias, layers would seem to change it.
         variable_axes[BIAS] = 0 if model.is_initializing() else In(0)
@@ -450,6 +460,16 @@ def _check_groups(model: "Transformer") -> None:
         refuse_in("rotary", "local_base", "0 with attention.unrotated_global")
     if attention.wide_query_key_norm and (model.norm.kind == "layer" or model.norm.offset):
         refuse_in("attention", "wide_query_key_norm", "False with this norm: it is an RMSNorm")
+    if attention.notes_largest:
+        bounded = "query_key_norm", "wide_query_key_norm", "rotated_norm", "soft_cap"
+        for field in (name for name in bounded if getattr(attention, name)):
+            refuse_in("attention", field, "none with notes_largest (qk_clip): it bounds scores")
+        if latent.rank:
+            refuse_in("attention", "latent", "none with notes_largest (qk_clip)")
+        if context.axis:
+            refuse_in("context", "axis", "none with notes_largest (qk_clip): keys are elsewhere")
+        if split.axis:
+            refuse_in("split", "axis", "none with notes_largest (qk_clip): heads are elsewhere")
     if split.axis and model.annotate:
         refuse(
             model,
@@ -673,6 +693,9 @@ class Transformer(nn.Module):
     # Evaluation uses these values, because both fields apply only to training, see
     # `manualpar.core.model.apply_fn`.
     evaluation_fields: ClassVar[Mapping[str, Any]] = {"label_smoothing": 0.0, "z_loss": 0.0}
+    matrix_dims: ClassVar[Mapping[str, MatrixDims]] = dict.fromkeys(
+        ("embedding", "positions", "head"), MatrixDims((0,), (1,), hidden=False)
+    )
 
     @nn.compact
     def __call__(

@@ -1,4 +1,4 @@
-"""Predicts a `Transformer`'s collectives for activations in a training step by closed formulas."""
+"""Predicts a `Transformer`'s collectives for activations in a training step by formulas."""
 
 import dataclasses
 import re
@@ -79,13 +79,13 @@ def transformer_sends(
         raise ValueError(
             f"transformer_sends: experts.dense_layers={model.experts.dense_layers} and "
             f"experts.every={model.experts.every}, expected 0 and 1 in a pipeline: there is no "
-            "closed form for layers without experts there. Use trace_collectives."
+            "formula for layers without experts there. Use trace_collectives."
         )
     run, table = form.run, form.run.table
     if of_minibatch.context and _has_documents(program, model):
         raise ValueError(
             f"transformer_sends: bos_token={model.bos_token}, expected -1 (no documents) in a "
-            "pipeline with a context axis: there is no closed form for documents there. Use "
+            "pipeline with a context axis: there is no formula for documents there. Use "
             "trace_collectives."
         )
     # A layer with a permute runs on all stages whenever one stage runs it, forward and backward.

@@ -15,14 +15,21 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` 
 devices along `config.split.axis`.
 """
 
-from typing import Any
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
+from flax.traverse_util import flatten_dict
 
 from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.parameters.placement import MatrixDims
 from manualpar.core.tracing.scopes import HALVES
+from manualpar.core.trees import path_keys
 from manualpar.layers import MoE, enter, split
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
@@ -38,6 +45,7 @@ from manualpar.layers.moe.routing import COUNTS, LOSSES
 from manualpar.layers.ring import Chunks, enter_ring, whole_sequence
 from manualpar.models.layer_config import (
     ACTIVATIONS,
+    Attention,
     DimNames,
     LayerConfig,
     LayerNorm,
@@ -162,6 +170,8 @@ class SelfAttention(nn.Module):
         else:
             query_BSNH = rotate(query_BSNH, angles_SH, scale=scale, rotary=config.rotary)
             key_BSKH = rotate(key_BSKH, angles_SH, rotary=config.rotary)
+        if how.notes_largest:
+            query_BSNH = note_largest_scores(self, config, query_BSNH, key_BSKH, document_BS)
         value_BSKH = project(*key, "value")
         sinks_N = _sinks(self, config)
         if isinstance(rows, Past):
@@ -204,6 +214,149 @@ class SelfAttention(nn.Module):
         number = jnp.floor((positions.astype(jnp.float32) + 1) / how.score_growth_length)
         factor = 1 + how.score_growth * jnp.log1p(number)
         return (query_BSNH.astype(jnp.float32) * factor[..., None, None]).astype(query_BSNH.dtype)
+
+
+# -------------------------------------------------------------------------------------------------
+# QK-clip (Kimi K2, https://arxiv.org/abs/2507.20534): heads whose scores grow too large in a step
+# get smaller kernels of queries and keys after the update.
+#
+# A layer notes the largest score of each head. The kernels of attention do not return it, so the
+# products of queries and keys are computed a second time, without gradient. The maximum over
+# layers' uses, minibatches and devices is that of flax's FP8 scales: the gradient of a variable
+# that each step replaces by its gradient (`manualpar.core.modes.variable_reduction`). So there is
+# one maximum over the devices in each step, of `L N` numbers.
+#
+# The update gives the variables to the optimizer, as the argument `collections`. `qk_clip`, the
+# last part of an optimizer's chain, multiplies both kernels by `sqrt(threshold / largest)` where
+# the largest score of the heads that share a key is above the threshold. This is elementwise, so
+# it sends nothing.
+
+
+LARGEST, OVERWRITTEN = "largest_score", OVERWRITE_WITH_GRADIENT
+_MOST_BLOCKS, _SMALLEST_BLOCK = 16, 256
+
+
+def note_largest_scores(
+    module: nn.Module,
+    config: LayerConfig,
+    query_BSNH: jax.Array,
+    key_BSKH: jax.Array,
+    document_BS: jax.Array | None,
+) -> jax.Array:
+    """Returns the queries; notes the largest score of each head when they are differentiated."""
+    if not module.is_initializing() and not module.has_variable(OVERWRITTEN, LARGEST):
+        return query_BSNH  # Only a training state has the variable.
+    variable: Any = module.variable(OVERWRITTEN, LARGEST, jnp.zeros, config.num_heads, jnp.float32)
+    value = variable.value
+    if value.dtype != fm32:  # It is not differentiated.
+        return query_BSNH
+    arrays = jax.lax.stop_gradient((query_BSNH, key_BSKH))
+    largest_N = largest_scores(*arrays, document_BS, config.attention)
+    return _noted(query_BSNH, largest_N, value)
+
+
+@jax.custom_vjp
+def _noted(x: jax.Array, largest: jax.Array, variable: jax.Array) -> jax.Array:
+    """Returns `x`; the gradient of `variable` is `largest`."""
+    del largest, variable
+    return x
+
+
+_noted.defvjp(
+    lambda x, largest, variable: (x, largest),
+    lambda largest, g: (
+        g,
+        jnp.zeros_like(largest),
+        jax.lax.convert_element_type(largest, fm32),
+    ),
+)
+
+
+def largest_scores(
+    query_BSNH: jax.Array, key_BSKH: jax.Array, document_BS: jax.Array | None, how: Attention
+) -> jax.Array:
+    """Returns the largest score of each query head that attention sees, `float32[N]`."""
+    (S, N, H), K = query_BSNH.shape[1:], key_BSKH.shape[2]
+    size = max(_SMALLEST_BLOCK, -(-S // _MOST_BLOCKS))
+    position = jnp.arange(S)
+    blocks = []
+    for start in range(0, S, size):
+        end = min(start + size, S)
+        queries = query_BSNH[:, start:end].reshape(-1, end - start, K, N // K, H)
+        scores = jnp.einsum(
+            "bqkgh,bskh->bkgqs",
+            queries,
+            key_BSKH[:, :end],
+            preferred_element_type=jnp.float32,
+        )
+        far = position[start:end, None] - position[None, :end]
+        seen = (far >= 0)[None]
+        if how.window:
+            seen &= (far < how.window)[None]
+        if how.chunk:
+            chunk = position // how.chunk
+            seen &= (chunk[start:end, None] == chunk[None, :end])[None]
+        if document_BS is not None:
+            seen = seen & (document_BS[:, start:end, None] == document_BS[:, None, :end])
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        blocks.append(scores.max((0, 3, 4)))
+    return jnp.stack(blocks).max(0).reshape(N) * H**-0.5
+
+
+def qk_clip(threshold: float) -> optax.GradientTransformationExtraArgs:
+    """Makes the last part of an optimizer, which bounds the scores of a `Transformer`'s attention.
+
+    After each update the kernels and biases of the queries and keys of a head are multiplied by
+    `sqrt(threshold / s)` if `s`, the largest score of the head in the step, is above the threshold.
+    Heads that share a key share the factor. The model needs `Attention(notes_largest=True)`.
+
+    Args:
+      threshold: The largest score that does not change a kernel, such as 100.
+
+    Returns:
+      The transformation. Its update takes `collections`, the state's collections after the step,
+      which a program's update passes to its optimizer.
+
+    Raises:
+      ValueError: The update raises this error if no layer notes its largest scores.
+
+    Communication:
+      None.
+    """
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, collections: Any = None, **others: Any
+    ) -> tuple[Any, Any]:
+        del others
+        noted = flatten_dict(dict((collections or {}).get(OVERWRITTEN, {})))
+        noted = {path[:-1]: x for path, x in noted.items() if path[-1] == LARGEST}
+        if not noted:
+            raise ValueError(
+                "qk_clip: no layer notes its largest scores, expected a Transformer with "
+                "attention=Attention(notes_largest=True)."
+            )
+
+        def clip(path: Any, update: jax.Array, x: jax.Array) -> jax.Array:
+            keys = path_keys(path)
+            if keys[:-2] not in noted or keys[-2] not in ("query", "key"):
+                return update
+            is_bias, largest = keys[-1] == "bias", noted[keys[:-2]]
+            number = params_of(params, (*keys[:-2], "key", keys[-1])).shape[-2]
+            groups = largest.reshape(*largest.shape[:-1], number, -1).max(-1)
+            factor = jnp.sqrt(jnp.where(groups > threshold, threshold / groups, 1))
+            factor = jnp.repeat(factor, x.shape[-2] // number, axis=-1)[..., None]
+            factor = factor if is_bias else jnp.expand_dims(factor, -3)
+            return ((x + update) * factor - x).astype(update.dtype)
+
+        return jax.tree_util.tree_map_with_path(clip, updates, params), state
+
+    def params_of(params: Any, keys: tuple[str, ...]) -> Any:
+        return functools.reduce(lambda tree, key: tree[key], keys, params)
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 class GatedMLP(nn.Module):
@@ -494,6 +647,7 @@ class Expand(nn.Module):
 
     config: LayerConfig
     shape: tuple[int, int, int]
+    matrix_dims: ClassVar[Mapping[str, MatrixDims]] = {"kernel": MatrixDims((0,), (1, 2))}
 
     @nn.compact
     def __call__(self) -> jax.Array:

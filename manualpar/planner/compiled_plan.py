@@ -28,7 +28,7 @@ from manualpar.inspect.compiled import (
     arrays,
     permuted_pairs,
 )
-from manualpar.inspect.flops import CUDNN_PRODUCTS
+from manualpar.inspect.flops import CUDNN_PRODUCTS, is_narrow
 from manualpar.inspect.scope_parsing import compiled_scopes, module_of, phase_of
 from manualpar.inspect.throughput import Throughput
 from manualpar.planner.compiled_timeline import (
@@ -331,9 +331,11 @@ def _notes(schedule: Timeline) -> Iterator[str]:
 # default tiles that no run would use (2.0 ms for a product of 69 GFLOP on H100, which takes 0.1
 # ms). So a product takes the time of its operations, or of its bytes if this is longer, at the
 # shares of the chip's peaks that products reach (`manualpar.planner.hardware`). An instruction
-# without an estimate takes the time of its bytes. All instructions of a chip take this time if XLA
-# has no rates of the chip's units (`GpuTarget.has_costs`). A call to cuDNN's attention counts as a
-# kernel.
+# without an estimate takes the time of its bytes. So does a fusion of normalizations or a softmax
+# whose estimate no arithmetic explains: XLA priced the backward pass of a LayerNorm of 512 rows of
+# 256 numbers, which Equinox maps over rows with `vmap`, at 3.3 s. All instructions of a chip take
+# the time of their bytes if XLA has no rates of the chip's units (`GpuTarget.has_costs`). A call to
+# cuDNN's attention counts as a kernel.
 
 
 CLOCK = 1e9  # Cycles per second: a cycle is a nanosecond.
@@ -347,7 +349,9 @@ _CUDNN = {
     "__cudnn$fmhaScaleBiasSoftmaxBackward": "dot_product_attention_bwd_wrapper",
     "__cudnn$fmhaSoftmaxBackward": "dot_product_attention_bwd_wrapper",
 }
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
+# From this multiple of the time of its bytes on, and from this time on, an estimate is not used.
+UNLIKELY, LONG = 100.0, 1e-4
 # Opcodes that read a part of their first operand.
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 
@@ -367,7 +371,11 @@ def gpu_cycles(chip: Chip) -> Cycles:
             computing = sum(flops / _flops_rate(chip, dtype) for flops, dtype in products)
             return round(max(computing, passing) * CLOCK)
         if estimate := instruction.found(_ESTIMATE.pattern):
-            return round(float(estimate) * CLOCK / 1e6)
+            seconds = float(estimate) / 1e6
+            is_unlikely = "kind=kCustom" in instruction.attributes and (
+                seconds > max(UNLIKELY * passing, LONG)
+            )
+            return round((passing if is_unlikely else seconds) * CLOCK)
         return None if instruction.opcode == "custom-call" else round(passing * CLOCK)
 
     return cycles
@@ -446,8 +454,8 @@ def _bandwidth(chip: Chip) -> float:
 def _flops_rate(chip: Chip, dtype: str) -> float:
     """Returns the FLOP/s of products; dtypes without a known peak count as bfloat16."""
     known = "float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)
-    is_float8 = known.startswith("float8")
-    return chip.product_rate(known if known in chip.flops or is_float8 else "bfloat16")
+    is_known = known in chip.flops or is_narrow(known)
+    return chip.product_rate(known if is_known else "bfloat16")
 
 
 def _products(

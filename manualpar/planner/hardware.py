@@ -19,6 +19,14 @@ of the peak that products reach, by chip (`FITTED_PRODUCTS`), and the share that
 reach, by kind of network (`FITTED_ATTENTION`). Half of the published speeds were left out of the
 fit, and `docs/scale.md` gives the errors of the estimates for this half. A chip without a published
 speed keeps a round number for its products, and its `calibration` says so.
+
+Attention on GPUs has two speeds. `CUDNN` has the speed of single kernels on an H200. A program that
+is traced or compiled gets it, because its kernels have known sizes. `FITTED_ATTENTION` has the mean
+share in complete steps of other frameworks, from which a fit can separate attention only roughly:
+the halves give 0.40 and 0.23. The formula and the stages of a pipeline get it. With `CUDNN` in
+the formula the published speeds are estimated no better (3.7% in place of 3.8% on average in
+the fitted half), and rows with pipelines and split sequences would decide about the share alone.
+The search of a plan traces its best layouts again, so its table has the first speed.
 """
 
 import dataclasses
@@ -36,7 +44,7 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.errors import suggest
 from manualpar.inspect.compiled import Instruction, Instructions, array_bytes, arrays
-from manualpar.inspect.flops import flops_of, product_dtype
+from manualpar.inspect.flops import flops_of, is_narrow, product_dtype
 from manualpar.inspect.throughput import PEAKS, peak_flops
 from manualpar.layers.attention.causal_attention import Device
 
@@ -60,6 +68,11 @@ FITTED_ATTENTION = {"torus": 0.444, "nodes": 0.401}
 SAME_PRODUCTS = {"h200": "h100"}
 
 
+def without_format(dtype: str) -> str:
+    """Returns a dtype as tables of peaks name it: all formats of 8 bits are `float8`."""
+    return "float8" if dtype.startswith("float8") else dtype
+
+
 class KernelSpeed(NamedTuple):
     """How long attention takes on GPUs, forward and backward, fitted to measurements.
 
@@ -81,11 +94,16 @@ MEASURED_PRODUCTS = {"h200": 0.743}
 # Half of the kernels that were timed on an H200 give these numbers, and the other half tests them
 # (`python -m benchmarks.measured_kernels`).
 CUDNN = KernelSpeed(share=0.637, number_bytes=82.7, mask_bytes=21.1, start=84e-6)
-# How much faster products in float8 are than in 16 bits, on GPUs that have them: the peak is twice
-# as high, and products reach less of it. XLA may have to transpose weights for them; this time is
-# not in the number.
+# How much faster products in float8 are than in 16 bits on an H200, whose peak is twice as high:
+# they reach less of it. Products in float8 and int8 of other chips are assumed to reach as little.
+# A chip without a peak for a narrow dtype multiplies such operands as bfloat16.
 FLOAT8_GAIN = 1.79
-HAS_FLOAT8 = ("9.0", "10.0")
+# Passes over what rounding to a narrow dtype reads and writes, and bytes per second that XLA reads
+# and writes when it transposes codes in float8, both on an H200. The second is far below the
+# memory's bandwidth, so it is the same for all GPUs that need it, of this compute capability.
+ROUNDED_PASSES = 2.35
+TRANSPOSED = 0.377e12
+TRANSPOSES_FLOAT8 = ("9.0",)
 # Passes over what the products of attention in blocks read and write, in place of the one pass
 # that elementwise operations around other products take.
 BLOCK_PASSES = 1.56
@@ -173,20 +191,25 @@ class Chip:
 
     def product_rate(self, dtype: str) -> float:
         """Returns the FLOP/s that products reach; raises `ValueError` if no peak is known."""
-        if dtype.startswith("float8"):
-            gain = FLOAT8_GAIN if self.compute_capability in HAS_FLOAT8 else 1.0
+        if is_narrow(dtype):
+            wide, narrow = self.peak("bfloat16"), self.flops.get(without_format(dtype), 0.0)
+            gain = max(1.0, FLOAT8_GAIN / 2 * narrow / wide)
             return gain * self.product_rate("bfloat16")
         return self.peak(dtype) * self.flops_efficiency
 
-    @property
-    def abstract_device(self) -> AbstractDevice | None:
-        """The kind of GPU that a plan without a compiler traces programs for; `None` for TPUs.
+    def multiplies_in(self, dtype: str) -> bool:
+        """Returns whether the chip has products of a narrow dtype."""
+        return without_format(dtype) in self.flops
 
-        On GPUs strategies shard other dims, and split sequences are attended in another way. On
-        TPUs both are as if no device were known. But a kernel would replace attention in blocks,
-        from which FLOPs are read.
+    @property
+    def abstract_device(self) -> AbstractDevice:
+        """The device that a plan without a compiler traces programs for.
+
+        On each platform strategies shard other dims, and layers and experts run in other ways. But
+        a kernel would replace attention in blocks, from which FLOPs are read. So the number of
+        cores, which every TPU has, is left out.
         """
-        return None if self.is_tpu else AbstractDevice(self.device_kind, None, "gpu")
+        return AbstractDevice(self.device_kind, None, "tpu" if self.is_tpu else "gpu")
 
     @property
     def device(self) -> Device:

@@ -2,7 +2,7 @@
 
 Two planners make estimates of the same form. In the first, XLA compiles the step for the topology,
 and `manualpar.planner.compiled_plan` reads the compiled program. In the second,
-`manualpar.planner.roofline` calculates the estimate from a traced program or from closed forms.
+`manualpar.planner.roofline` calculates the estimate from a traced program or from formulas.
 Both estimate time, and state their assumptions. Seconds are per step, bytes per device.
 """
 

@@ -41,9 +41,18 @@ from manualpar.core.tracing.scopes import (
     blocks_computed,
 )
 from manualpar.inspect.communication import grouped, summed
-from manualpar.inspect.flops import ROWS, Product
+from manualpar.inspect.flops import ROWS, Product, is_narrow
+from manualpar.inspect.scope_parsing import module_of
 from manualpar.layers.pipeline.schedules import Costs
-from manualpar.planner.hardware import BLOCK_PASSES, CUDNN, STACK_PASSES, Chip
+from manualpar.planner.hardware import (
+    BLOCK_PASSES,
+    CUDNN,
+    ROUNDED_PASSES,
+    STACK_PASSES,
+    TRANSPOSED,
+    TRANSPOSES_FLOAT8,
+    Chip,
+)
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.step_work import PipelineWork, StepWork
 from manualpar.planner.timed_collectives import (
@@ -137,7 +146,7 @@ def estimate(
         plan = dataclasses.replace(
             plan,
             assumptions=_assumptions(work, topology, unhidden),
-            notes=(*work.notes, *_notes(work, plan, timed, in_passes)),
+            notes=(*work.notes, *_notes(work, plan, timed, in_passes, chip)),
         )
     throughput = dataclasses.replace(
         work.throughput, num_devices=topology.num_devices, peak=chip.peak(work.dtype)
@@ -209,19 +218,30 @@ def compute_seconds(
     """Returns the compute time of the products of some phases.
 
     A product takes the longer of two times: for its operations, and for its bytes. Attention in
-    blocks of plain JAX moves its bytes `block_passes` times on GPUs.
+    blocks of plain JAX moves its bytes `block_passes` times on GPUs, and so do roundings to narrow
+    dtypes and transpositions of their results, each with its own number.
     """
     phases, hbm = set(phases), chip.hbm_bandwidth * chip.hbm_efficiency
     total = 0.0
     for product in products:
         if product.phase in phases:
-            passing = product.traffic / hbm
-            if not chip.is_tpu and _is_in_blocks(product):
-                passing *= block_passes
+            passing = product.traffic / hbm * _passes(product, chip, block_passes)
             total += max(product.flops / _flops_rate(chip, product), passing)
             # Adds the elementwise operations around a product; around a reduction there are none.
             total += passing if product.flops else 0.0
     return total
+
+
+def _passes(product: Product[float], chip: Chip, block_passes: float) -> float:
+    """Returns how often the bytes of a product, a reduction or a change of an operand are moved."""
+    if product.change == "transposed":
+        transposes = chip.compute_capability in TRANSPOSES_FLOAT8
+        return chip.hbm_bandwidth * chip.hbm_efficiency / TRANSPOSED if transposes else 0.0
+    if chip.is_tpu:
+        return 1.0
+    if product.change == "rounded":
+        return ROUNDED_PASSES
+    return block_passes if _is_in_blocks(product) else 1.0
 
 
 def _is_in_blocks(product: Product[float]) -> bool:
@@ -256,8 +276,8 @@ def _measured_on_gpus(work: StepWork, chip: Chip) -> StepWork:
 
 
 def _flops_rate(chip: Chip, product: Product[float]) -> float:
-    """Returns the FLOP/s that a product reaches; the few products of integers count as float32."""
-    is_known = product.dtype in chip.flops or "float" in product.dtype
+    """Returns the FLOP/s that a product reaches; products of wide integers count as float32."""
+    is_known = product.dtype in chip.flops or "float" in product.dtype or is_narrow(product.dtype)
     dtype = product.dtype if is_known else "float32"
     if product.is_fused:
         return chip.peak(dtype) * chip.attention_efficiency
@@ -301,6 +321,7 @@ def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[s
         f"Gathers of parameters and scattering of their gradients{ring} run behind a neighbouring "
         "layer, everything else is exposed; if nothing overlapped a step would take "
         f"{unhidden:.4g} s.",
+        *_of_narrow(work, chip),
         *_of_pipeline(work),
         *_of_outer_steps(work),
         f"Mesh axes, those on the slowest links first: {describe_axes(topology, work.mesh)}.",
@@ -308,10 +329,32 @@ def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[s
     )
 
 
-def _of_kernels(work: StepWork, chip: Chip) -> str:
+def _all_products(work: StepWork) -> tuple[Product[float], ...]:
     parts = work.pipeline.works.values() if work.pipeline else ()
-    products = (*work.products, *(product for part in parts for product in part.products))
-    if not any(product.is_fused for product in products):
+    return (*work.products, *(product for part in parts for product in part.products))
+
+
+def _of_narrow(work: StepWork, chip: Chip) -> Iterator[str]:
+    """Says how fast products in narrow dtypes are, and what makes their operands."""
+    dtypes = sorted({x.dtype for x in _all_products(work) if x.flops and is_narrow(x.dtype)})
+    rates = ", ".join(
+        f"{chip.product_rate(dtype) / 1e12:,.0f} TFLOP/s in {dtype}"
+        + ("" if chip.multiplies_in(dtype) else f" (as bfloat16: {chip.name} has no such products)")
+        for dtype in dtypes
+    )
+    if not rates:
+        return
+    moved = chip.hbm_bandwidth * chip.hbm_efficiency / 1e12
+    if not chip.is_tpu:
+        moved /= ROUNDED_PASSES
+    sentence = f"Products reach {rates}. Operands are rounded at {moved:.2g} TB/s"
+    if chip.compute_capability in TRANSPOSES_FLOAT8:
+        sentence += f", and weights in float8 transposed at {TRANSPOSED / 1e12:.2g} TB/s"
+    yield f"{sentence}."
+
+
+def _of_kernels(work: StepWork, chip: Chip) -> str:
+    if not any(product.is_fused for product in _all_products(work)):
         return ""
     if work.attention and not chip.is_tpu:
         return f", cuDNN's attention {CUDNN.share:.0%} and {CUDNN.number_bytes:.0f} bytes a number"
@@ -337,7 +380,11 @@ def _of_outer_steps(work: StepWork) -> Iterator[str]:
 
 
 def _notes(
-    work: StepWork, plan: StepEstimate, timed: Sequence[TimedCollective], computing: float
+    work: StepWork,
+    plan: StepEstimate,
+    timed: Sequence[TimedCollective],
+    computing: float,
+    chip: Chip,
 ) -> Iterator[str]:
     if not plan.fits:
         largest = max(plan.memory, key=lambda name: plan.memory[name])
@@ -346,6 +393,7 @@ def _notes(
             f"Does not fit: {-plan.spare_bytes / 2**30:.2f} GiB a device too much. The largest "
             f"part is {largest}, {plan.memory[largest] / 2**30:.2f} GiB. {mend}"
         )
+    yield from _slower_layers(work, chip)
     inside = sum(x.seconds for x in timed if x.is_inside)
     if computing and inside > computing:
         tokens = work.throughput.tokens_per_example
@@ -384,6 +432,29 @@ def _notes(
             "Reduce-scatters over an axis that fills a torus count twice, because XLA for TPU "
             "turns them into all-reduces. To avoid this, use hsdp, or a mesh of two axes, data and "
             "data_minor, with config.parallel.axis_by_axis."
+        )
+
+
+def _slower_layers(work: StepWork, chip: Chip) -> Iterator[str]:
+    """Names the layers that narrow dtypes make slower, with what makes the operands."""
+    narrow: dict[str, float] = {}
+    wide: dict[str, float] = {}
+    for product in _all_products(work):
+        module = module_of(product.scope)
+        if is_narrow(product.dtype):
+            took = compute_seconds([product], chip, [product.phase])
+            narrow[module] = narrow.get(module, 0.0) + took
+            if product.flops:
+                as_wide = product._replace(dtype="bfloat16")
+                took = compute_seconds([as_wide], chip, [product.phase])
+                wide[module] = wide.get(module, 0.0) + took
+    slower = [name for name, took in wide.items() if narrow[name] > took]
+    if slower:
+        shown = ", ".join(f"{name} ({narrow[name] / wide[name]:.2f})" for name in slower)
+        yield (
+            f"These layers take longer than with products in bfloat16, in parentheses how many "
+            f"times as long: {shown}. Their products are small, and rounding or transposing "
+            "operands takes more than the products save."
         )
 
 

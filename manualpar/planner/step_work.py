@@ -36,9 +36,9 @@ from manualpar.core.tracing.jaxprs import inner_jaxprs, scan_sizes
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.inspect import state_bytes, trace_outer_steps
 from manualpar.inspect.communication import Around, Collective, read_stage, summed
-from manualpar.inspect.flops import Product, TickParts, TrafficReader
+from manualpar.inspect.flops import Product, TickParts, TrafficReader, is_narrow
 from manualpar.inspect.memory import Memory, step_memory
-from manualpar.inspect.scope_parsing import LAYER_SCOPES, phase_of
+from manualpar.inspect.scope_parsing import LAYER_SCOPES, module_of, phase_of
 from manualpar.inspect.throughput import Throughput
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
@@ -92,7 +92,7 @@ class StepWork(Summarized):
       attention: For attention that runs in a kernel, the numbers in the queries of all layers, and
         the runs of the kernel's forward pass; `None` if the trace does not say.
       stacked: The bytes that loops over layers keep for the backward pass.
-      source: The source of the estimate: `roofline` for a traced program, or `closed form`.
+      source: The source of the estimate: `roofline` for a traced program, or `formula`.
     """
 
     name: str
@@ -122,8 +122,12 @@ class StepWork(Summarized):
 
     @property
     def dtype(self) -> str:
-        """The dtype in which products compute the most FLOPs."""
-        totals = summed((product.dtype, product.flops) for product in self.products)
+        """The dtype in which products compute the most FLOPs, without narrow ones.
+
+        An MFU is relative to the peak of this dtype, so that programs can be compared.
+        """
+        wide = (x for x in self.products if not is_narrow(x.dtype))
+        totals = summed((product.dtype, product.flops) for product in wide)
         return max(totals, key=lambda dtype: totals[dtype], default="float32")
 
 
@@ -236,13 +240,19 @@ def _kept_for_backward(jaxpr: Jaxpr, times: int = 1, scope: str = "") -> Iterato
 def _merged(
     products: Iterable[Product[Fraction]], parts: TickParts | None
 ) -> tuple[Product[float], ...]:
-    """Adds up products that differ only in their module; an unrolled model has many of these."""
+    """Adds up products that differ only in their module; an unrolled model has many of these.
+
+    Those in narrow dtypes keep their modules, because plans name the modules that get slower.
+    """
     groups: dict[Any, list[Product[Fraction]]] = {}
     for product in products:
         part = parts.part_of(product.scope) if parts else ""
-        groups.setdefault((product.phase, part, *product[1:]), []).append(product)
+        module = module_of(product.scope) if is_narrow(product.dtype) else ""
+        groups.setdefault((product.phase, part, module, *product[1:]), []).append(product)
     return tuple(
-        Product(x.scope, n * float(x.flops), n * float(x.traffic), x.dtype, x.is_fused)
+        Product(
+            x.scope, n * float(x.flops), n * float(x.traffic), x.dtype, x.is_fused, change=x.change
+        )
         for x, n in ((alike[0], len(alike)) for alike in groups.values())
     )
 

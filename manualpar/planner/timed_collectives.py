@@ -1,6 +1,6 @@
 """Collectives with their seconds, and a clock that times them on the rings of a topology.
 
-The roofline times the collectives of a traced program or a closed form with `Clock`. A collective
+The roofline times the collectives of a traced program or a formula with `Clock`. A collective
 runs on one ring over its mesh axes (`manualpar.planner.topology`). The purpose and the scope of a
 collective decide whether compute can hide it. For a compiled program,
 `manualpar.planner.compiled_timeline` makes the `TimedCollective`s without `Clock`.

@@ -52,10 +52,9 @@ class Topology:
         return self.num_chips * self.chip.devices_per_chip
 
     @property
-    def abstract_devices(self) -> list[AbstractDevice] | int:
-        """What `prepare` takes to trace a program: GPUs by their kind, and the number of TPUs."""
-        device = self.chip.abstract_device
-        return [device] * self.num_devices if device else self.num_devices
+    def abstract_devices(self) -> list[AbstractDevice]:
+        """The devices that `prepare` takes to trace a program."""
+        return [self.chip.abstract_device] * self.num_devices
 
     @property
     def slice_name(self) -> str:

@@ -29,7 +29,7 @@ from manualpar.core.mesh.compiler_options import under_new_names
 from manualpar.core.mesh.mesh import describe_links
 from manualpar.core.modes.layer_loops import planned_memory
 from manualpar.core.tracing.thread_patches import replaced_in_thread
-from manualpar.inspect import ledger, state_bytes
+from manualpar.inspect import ledger, state_bytes, trace_step
 from manualpar.layers.attention.causal_attention import Device, planned_device
 from manualpar.planner.hardware import chip_named, kernels_in
 from manualpar.plans.planned_experiment import prepare_planned
@@ -138,7 +138,7 @@ def _trace_function(
             "arguments, which may be jax.ShapeDtypeStructs with shardings."
         )
     step, arguments = made
-    traced = (step if hasattr(step, "trace") else jax.jit(step)).trace(*arguments)
+    traced = trace_step(step, *arguments)
     leaves = jax.tree.leaves(arguments)
     shardings = (getattr(x, "sharding", None) for x in leaves)
     mesh: Any = next((x.mesh for x in shardings if isinstance(x, NamedSharding)), None)
@@ -150,7 +150,7 @@ def _trace_function(
     flops = 0
     with contextlib.suppress(ValueError):  # Something whose length or cost is not known.
         flops = ledger(traced).total_flops
-    dtypes = {str(x.dtype) for x in leaves}
+    dtypes = {str(getattr(x, "dtype", "")) for x in leaves}
     return traced, {
         **_facts_of_mesh(mesh),
         "name": name,

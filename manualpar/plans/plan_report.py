@@ -10,7 +10,7 @@ from typing import Any
 
 import rich.console
 
-from manualpar.core.parameters.collectives import CommPolicy, Format
+from manualpar.core.parameters.collectives import Format, MixedPrecisionPolicy
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.inspect.tables import (
     TableColumn,
@@ -26,7 +26,7 @@ from manualpar.inspect.tables import (
 )
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import FITS, LINES, PlannedCollective, StepEstimate
-from manualpar.plans.closed_form.layout import AnyCode
+from manualpar.plans.layouts.layout import AnyCode
 from manualpar.plans.sweep import Compared, Outcome
 from manualpar.quantization.quantized_collectives import make_quantizer
 from manualpar.strategies import strategy_kinds
@@ -137,20 +137,20 @@ def _print_refused(console: rich.console.Console, refused: Sequence[Outcome[Comp
     print_table(console, columns, rows, title=f"{len(refused)} do not run")
 
 
-def print_closed_form(
+def print_formula(
     console: rich.console.Console, *, gather_code: AnyCode, reduce_code: AnyCode
 ) -> None:
-    """Prints the assumptions of the closed form of layouts, beyond those of the roofline."""
+    """Prints the assumptions of the formula of layouts, beyond those of the roofline."""
     gather, reduce = (Format(quantizer=make_quantizer(code)) for code in (gather_code, reduce_code))
-    codes = describe_codes(CommPolicy(gather, reduce))
+    codes = describe_codes(MixedPrecisionPolicy(gather, reduce))
     print_wrapped(
         console,
         "- Parameters and Adam's averages are float32; products, gathers and activations are "
         "bfloat16, and gradients are summed in float32. Layers split over model split their "
         "positions too.",
         "- Attention is one kernel that keeps its scores to itself, in time and in memory.",
-        "- The roofline times the closed form as it times a traced program; see "
-        "manualpar.plans.closed_form.layout_estimate.",
+        "- The roofline times the formula as it times a traced program; see "
+        "manualpar.plans.layouts.layout_estimate.",
     )
     if codes:
         print_wrapped(
@@ -175,7 +175,7 @@ def print_traced(
             f"{describe_share(traced.mfu)}"
         )
     closed = describe_seconds(outcome.seconds)
-    print_wrapped(console, f"{outcome.candidate.name}: {closed} by the closed form, {found}")
+    print_wrapped(console, f"{outcome.candidate.name}: {closed} by formula, {found}")
     print_wrapped(console, f"  {' '.join(_quoted(flag) for flag in flags)}")
 
 

@@ -1,7 +1,7 @@
 """Compares strategies, meshes, numbers of minibatches, remat and gather dtypes by step time.
 
 For each strategy, mesh, remat and time of the mean over replicas a program is traced on an abstract
-mesh, in one minibatch; the other candidates are derived by closed forms
+mesh, in one minibatch; the other candidates are derived by formulas
 (`manualpar.planner.step_work`), which are exact in time but not in memory. Then the programs of the
 candidates that rank first, and of candidates near the limit of memory, are traced too.
 

@@ -28,8 +28,8 @@ from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.mesh.splitting import fold_rng_over_axis
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.collectives import CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Route
+from manualpar.core.parameters.collectives import MixedPrecisionPolicy
+from manualpar.core.parameters.placement import ParameterInfo, ParameterSharding
 from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
 from manualpar.core.program.step import Rounding
 from manualpar.core.trees import Grads, Infos, Params, PerDevice, Placements
@@ -70,7 +70,9 @@ class Residual(NamedTuple):
     spec: PartitionSpec
 
 
-def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) -> Residual | None:
+def residual_of(
+    info: ParameterInfo, place: ParameterSharding, comm: MixedPrecisionPolicy, mesh: Any
+) -> Residual | None:
     """Returns a parameter's `Residual`; `None` if its gradient is not quantized once a step.
 
     The residual is the part of the gradient that the quantized reduce-scatter loses. Without a
@@ -253,7 +255,7 @@ def gradient_rounding(
 
     Args:
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
-      placements: The same tree with a `Route` at each leaf.
+      placements: The same tree with a `ParameterSharding` at each leaf.
       options: The options of the program, see `ProgramOptions`.
     """
     error_feedback, is_stochastic = options["error_feedback"], options["stochastic_rounding"]

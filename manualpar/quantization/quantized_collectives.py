@@ -319,7 +319,6 @@ class RowQuantizer(abc.ABC):
           x: The device's shard, `[..., D/axes, ...]`.
           dim: The dimension along which `x` is sharded.
           rounds: The mesh axes of each all-gather, in their order: the minor axis first.
-          dtype: The dtype of the result.
           largest: `None`, because each block has a scale of its own.
           is_invariant: Whether the type of the result is not varying over the axes.
           key: As in `scatter_sum`.

@@ -6,6 +6,7 @@ adds an outer optimizer to one of these strategies.
 
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import PROGRAM_OPTIONS
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.strategies import data_parallel, fsdp, hsdp, zero
 from manualpar.strategies.diloco import builder as diloco_config
 from manualpar.strategies.fsdp import fully_sharded
@@ -31,6 +32,7 @@ __all__ = [
     "STATE_SHARDING_FIELDS",
     "Field",
     "LossFn",
+    "Optimizer",
     "ReplicaMean",
     "StrategyKind",
     "fields_of_manual_mode",

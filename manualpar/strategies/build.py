@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, Unpack, cast
 
-import optax
-
 from manualpar.checks.guarded_step import guard_steps
 from manualpar.checks.program_check import check_program
 from manualpar.core.mesh.mesh_context import explain_shardings, no_mesh
@@ -18,6 +16,7 @@ from manualpar.core.model.options import (
     with_defaults,
 )
 from manualpar.core.modes.strategy import Strategy
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import Program, Quantization, make_program
 from manualpar.quantization.gradient_rounding import gradient_rounding
 from manualpar.quantization.quantized_collectives import make_quantizer
@@ -28,7 +27,7 @@ QUANTIZATION = Quantization(make_quantizer, gradient_rounding)
 def build_program(
     strategy: Strategy,
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     **options: Unpack[ProgramOptions],
 ) -> Program:
@@ -36,6 +35,8 @@ def build_program(
 
     Args:
       model: The model, written for one device, see `manualpar.core.model.interface`.
+      tx: An optax optimizer, or a function that makes one from the tree of the parameters'
+        `ParameterInfo`s, see `manualpar.muon_dims`.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. `loss` is the mean over
         the examples of `batch`, and `metrics` has pairs `{"loss": (sum, count), ...}`, see
         `accumulate_gradients`. `rng` differs between devices, minibatches and steps.
@@ -52,7 +53,7 @@ def build_program(
 def build_checked(
     strategy: Strategy,
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     options: Mapping[str, Any],
 ) -> Program:

@@ -3,13 +3,12 @@
 import functools
 from typing import Unpack
 
-import optax
-
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import ProgramOptions, lists_options
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import replicate
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import Program
 from manualpar.strategies.build import build_program
 from manualpar.strategies.shared_options import has_one_pass
@@ -18,7 +17,7 @@ from manualpar.strategies.shared_options import has_one_pass
 @lists_options({})
 def data_parallel(
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     **options: Unpack[ProgramOptions],
 ) -> Program:

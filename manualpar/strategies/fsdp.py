@@ -3,13 +3,12 @@
 import functools
 from typing import Any, Unpack
 
-import optax
-
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import lists_options
 from manualpar.core.modes.strategy import CommCounts, Every, Strategy
 from manualpar.core.parameters.placement import shard_one_dim
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import Program
 from manualpar.strategies.shared_options import (
     PARAMETER_SHARDING,
@@ -21,7 +20,7 @@ from manualpar.strategies.shared_options import (
 @lists_options(PARAMETER_SHARDING)
 def fsdp(
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     **options: Unpack[ParameterShardingOptions],
 ) -> Program:

@@ -8,12 +8,11 @@ minibatch, behind the backward pass of the layers that follow.
 import functools
 from typing import Unpack
 
-import optax
-
 from manualpar.core.mesh.axes import AxisName, axis_tuple
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import lists_options
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import Program
 from manualpar.strategies.fsdp import fully_sharded
 from manualpar.strategies.shared_options import (
@@ -26,7 +25,7 @@ from manualpar.strategies.shared_options import (
 @lists_options(REPLICATED_SHARDING)
 def hsdp(
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     *,
     replica_axis: AxisName = "replica",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import jax
-import optax
 
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.model.interface import Model
@@ -23,6 +22,7 @@ from manualpar.core.model.options import (
 )
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.placement import TOO_SMALL, check_named
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import Program
 from manualpar.strategies.build import build_checked
 
@@ -127,7 +127,7 @@ def build_sharded(
     builder: str,
     strategy: Callable[..., Strategy],
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     options: Mapping[str, Any],
     own: OptionTable,

@@ -7,13 +7,12 @@ With AdamW in float32 the optimizer's state is two thirds of the bytes that DP r
 import functools
 from typing import Any, Unpack
 
-import optax
-
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import lists_options
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import shard_state_only
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import Program
 from manualpar.errors import check_choice
 from manualpar.strategies.shared_options import (
@@ -27,7 +26,7 @@ from manualpar.strategies.shared_options import (
 @lists_options(STATE_SHARDING)
 def zero(
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     *,
     stage: int = 1,

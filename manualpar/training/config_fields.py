@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from manualpar.core.mesh.compiler_options import OVERLAPS
 from manualpar.core.model.options import PROGRAM_OPTIONS, first_sentences
+from manualpar.data.document_files import BAD_ROWS
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES, load_dataset
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS, Context
@@ -70,10 +71,26 @@ OPTIMIZER_FIELDS: Mapping[str, Field] = {
         meaning="The parameters to decay, by globs on their paths; ! spares parameters. By default "
         "all but biases, scales and arrays of fewer than two dims.",
     ),
+    "optimizer.matrices": Field(
+        tuple,
+        holds_names=True,
+        default=(),
+        expected="a tuple of globs such as ('*kernel', '!head/*')",
+        meaning="The parameters that muon treats as matrices, by globs on their paths; ! leaves "
+        "parameters to Adam. By default the kernels of layers, but no embedding, head or router.",
+    ),
     "optimizer.b1": Field(float, 0, below=1, meaning=_IF_IT_HAS.format("b1")),
     "optimizer.b2": Field(float, 0, below=1, meaning=_IF_IT_HAS.format("b2")),
     "optimizer.clip_norm": Field(
         float, 0, below=LARGEST_FLOAT, meaning="The largest norm of the gradient; 0 for no limit."
+    ),
+    "optimizer.qk_clip": Field(
+        float,
+        0,
+        below=LARGEST_FLOAT,
+        default=0.0,
+        meaning="The largest attention score, such as 100, that changes no kernel of queries and "
+        "keys after an update (QK-clip); 0 for no bound.",
     ),
     "schedule.name": Field(
         str,
@@ -281,7 +298,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
             f"data.{name}": field
             for name, field in with_meanings(
                 {
-                    "source": Field(str, choices=(*TEXT_SOURCES, "mixture")),
+                    "source": Field(str, choices=(*TEXT_SOURCES, "mixture", "preferences")),
                     "path": Field(str),
                     "sequence_length": Field(int, 1, below=2**31),
                     "tokenizer": Field(str),
@@ -296,6 +313,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
                     ),
                     "template": Field(str, default=""),
                     "long_examples": Field(str, choices=LONG_EXAMPLES, default="error"),
+                    "parse_special": Field(bool, default=False),
+                    "bad_rows": Field(str, choices=BAD_ROWS, default="error"),
                 },
                 first_sentences(load_dataset),
             ).items()
@@ -316,6 +335,14 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         **{f"model.{name}": field for name, field in config_fields(Transformer)},
         "training.label_smoothing": Field(
             float, 0, below=1, meaning=_meaning(Transformer, "label_smoothing")
+        ),
+        "training.preference_beta": Field(
+            float,
+            0,
+            below=LARGEST_FLOAT,
+            default=0.1,
+            meaning="How strongly the model is bound to the reference, above 0, for the source "
+            "preferences.",
         ),
         "training.z_loss": Field(
             float, 0, below=LARGEST_FLOAT, meaning=_meaning(Transformer, "z_loss")

@@ -37,8 +37,8 @@ from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.scope_parsing import phase_of
 from manualpar.inspect.state_layout import ALL
 from manualpar.layers.pipeline import Pipeline
-from manualpar.models import Transformer
-from manualpar.models.transformer import size_of_vocabulary
+from manualpar.models import Transformer, qk_clip
+from manualpar.models.transformer import check_transformer, size_of_vocabulary
 from manualpar.parameter_average import params_ema
 from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.strategies.registry import fields_of_manual_mode, values_of_options
@@ -224,15 +224,27 @@ def _build(
     divide = functools.partial(divide_batch, config, data_axes, axes_size(mesh, data_axes))
     division = divide(earlier)
     values["optimizer.num_minibatches"] = division.minibatches
-    tx = make_optimizer(config, schedule) if schedule else task.optimizer
-    assert tx is not None, "a task without an optimizer has a schedule"
+    if optimizer.qk_clip and not kind.is_exact:
+        raise ValueError(
+            f"config.optimizer.qk_clip is {optimizer.qk_clip} and config.parallel.strategy is "
+            f"{kind.name!r}, expected 0.0, because each replica would clip by its own scores."
+        )
     if optimizer.ema_decay and not kind.is_exact:
         raise ValueError(
             f"config.optimizer.ema_decay is {optimizer.ema_decay} and config.parallel.strategy is "
             f"{kind.name!r}, expected 0.0, because each replica would average its own parameters."
         )
-    if optimizer.ema_decay:
-        tx = optax.chain(tx, params_ema(optimizer.ema_decay))
+
+    def tx(parameters: Any) -> optax.GradientTransformation:
+        if schedule:
+            made = make_optimizer(config, schedule, parameters)
+        else:
+            assert task.optimizer is not None, "a task without an optimizer has a schedule"
+            made = task.optimizer(parameters) if callable(task.optimizer) else task.optimizer
+        more = [qk_clip(optimizer.qk_clip)] if optimizer.qk_clip else []
+        more += [params_ema(optimizer.ema_decay)] if optimizer.ema_decay else []
+        return optax.chain(made, *more) if more else made
+
     axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
     half_bytes = _bytes_of_half(config, task, mesh, division)
     chosen = _choose_options(parallel, mesh, axis_name, half_bytes=half_bytes)
@@ -257,6 +269,8 @@ def _build(
     shared |= _options_of(task, kind, decided=shared)
     strategy_fields = {name: parallel[name] for name in kind.fields if name in parallel}
     model = fine_tuned(task.model, config.model)
+    if optimizer.qk_clip:
+        model = _noting_scores(model, config)
 
     def build() -> Program:
         options = {**shared, **strategy_fields, **kind.constants}
@@ -276,6 +290,30 @@ def _build(
             shared["num_minibatches"] = division.minibatches
             program = build()
     return program, chosen, division
+
+
+def _noting_scores(model: Any, config: ml_collections.ConfigDict) -> Transformer:
+    """Returns a model that notes its largest attention scores, for QK-clip; refuses others."""
+    where = f"config.optimizer.qk_clip is {config.optimizer.qk_clip}"
+    if not isinstance(model, Transformer):
+        raise ValueError(
+            f"{where} and the model is {type(model).__name__}, expected 0.0, because only a "
+            "Transformer whose own kernels are trained notes its attention scores; set "
+            "--config.optimizer.qk_clip=0."
+        )
+    if STAGE_AXIS in config.parallel.mesh:
+        raise ValueError(
+            f"{where} and config.parallel.mesh has the axis {STAGE_AXIS!r}, expected 0.0, because "
+            "a stage of a pipeline has only some layers' scores; set --config.optimizer.qk_clip=0."
+        )
+    model = dataclasses.replace(
+        model, attention=dataclasses.replace(model.attention, notes_largest=True)
+    )
+    try:
+        check_transformer(model)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return model
 
 
 def _options_of(task: Task, kind: StrategyKind, *, decided: Collection[str]) -> Mapping[str, Any]:
@@ -475,9 +513,9 @@ def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[s
 # -------------------------------------------------------------------------------------------------
 # Counts the model FLOPs per example of a training step, also if some parameters are frozen.
 #
-# A task counts the FLOPs of training all parameters of a model, in closed form. A step with frozen
+# A task counts the FLOPs of training all parameters of a model, by formula. A step with frozen
 # parameters does not compute their gradients, nor the gradients of activations before the first
-# trained parameter. Adapters add matrix products. So the closed form is multiplied by a ratio: the
+# trained parameter. Adapters add matrix products. So the formula is multiplied by a ratio: the
 # FLOPs of this step, divided by the FLOPs of a step that trains all parameters of the task's
 # model. Both are counted in steps traced on one device. Recomputation in the backward pass is not
 # counted.
@@ -499,7 +537,7 @@ def flops_of_example(task: Task, model: Any, program: Program) -> float | None:
     if task.flops_per_example is None or all(place.trainable for _, place in program.parameters):
         return task.flops_per_example
     some = _products(model, task, program, program.model.trainable)
-    # This also takes the gradient with respect to the batch, because the closed form counts the
+    # This also takes the gradient with respect to the batch, because the formula counts the
     # gradients of float inputs.
     every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
     return task.flops_per_example * float(some / every)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import ml_collections
-import optax
 
 from manualpar.core.model.loss_function import LossFn
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import Program
 from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
@@ -21,7 +21,7 @@ from manualpar.errors import suggest
 from manualpar.inspect.tables import print_line
 from manualpar.system.cluster import Cluster, initialize
 from manualpar.system.storage import AnyPath, as_path
-from manualpar.training.agreed_facts import experiment_facts, run_facts
+from manualpar.training.agreement import experiment_facts, run_facts
 from manualpar.training.config import (
     ALL_FIELDS,
     OWN,
@@ -72,7 +72,7 @@ def fit(
     model: Any,
     loss_fn: LossFn,
     data: Any,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: Optimizer | None = None,
     config: Fields | Mapping[str, Any] | ml_collections.ConfigDict | None = None,
     hooks: Sequence[Any] = (),
     *,
@@ -98,7 +98,8 @@ def fit(
         `manualpar.core.model.loss_function`.
       data: The training data, or a mapping from `train`, `eval` and `test` to data. Examples by
         number, or batches in order, see `manualpar.data.as_dataset`.
-      optimizer: An optax optimizer; by default the one that the config describes.
+      optimizer: An optax optimizer, or a function that makes one from the parameters, see
+        `manualpar.muon_dims`; by default the one that the config describes.
       config: Values of config fields by dotted name, such as `{"training.num_steps": 100,
         "parallel.mesh": {"data": 2, "model": 4}}`, or a complete config. An editor completes the
         names, and a type checker sees a misspelt one in a dict of the type `Fields`. Other fields

@@ -22,6 +22,8 @@ from manualpar.models.pretrained import load, load_peft, lora_of_peft, read_arch
 from manualpar.models.pretrained.architecture import DEFAULTS, SAID
 from manualpar.models.pretrained.tensor_files import model_directory
 
+MODEL_FOLDER = "model"  # The folder of a workdir for the small files of an imported model.
+
 
 def fill_from_hf(
     config: ml_collections.ConfigDict, *, given: Iterable[str] = ()

@@ -11,7 +11,11 @@ is loaded, because the run evaluated the average too.
 """
 
 import dataclasses
+import os
+import reprlib
+import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -26,17 +30,22 @@ from manualpar.data.tokenizer import Tokenizer
 from manualpar.errors import UsageError
 from manualpar.models import Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.models.generation.drawing import Drawing, make_penalties
 from manualpar.models.pretrained import load_hf, load_peft, lora_of_peft, read_architecture
-from manualpar.models.pretrained.tensor_files import model_directory
+from manualpar.models.pretrained.architecture import text_config
+from manualpar.models.pretrained.export import GENERATION_CONFIG
+from manualpar.models.pretrained.tensor_files import CONFIG_FILE, model_directory
 from manualpar.parameter_average import ema_params
 from manualpar.strategies import FSDP, strategy_kinds
 from manualpar.strategies.registry import fields_of_manual_mode
-from manualpar.system.storage import AnyPath
+from manualpar.system.storage import AnyPath, user_path
+from manualpar.system.storage.untrusted import read_model_object
 from manualpar.training.checkpoints import CheckpointError, Restored
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.checkpoints.saved_state import read_extra
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.imported_model import MODEL_FOLDER
 from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS
 from manualpar.training.workdir import FOLDER, open_checkpoints
 
@@ -55,6 +64,48 @@ SPLITS: dict[str, Any] = {
 }
 
 
+# The settings of draws that `generation_config.json` may have, with the defaults of transformers
+# for models that say `do_sample`; and other settings, which have no counterpart here.
+DRAWN: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+WITHOUT_COUNTERPART: Mapping[str, Any] = {
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    **dict.fromkeys(
+        (
+            *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+            *("forced_bos_token_id", "forced_eos_token_id", "penalty_alpha", "guidance_scale"),
+            *("exponential_decay_length_penalty", "stop_strings", "dola_layers"),
+        )
+    ),
+}
+
+
+class OwnSettings(NamedTuple):
+    """What the directory of a Hugging Face model says about generation.
+
+    Attributes:
+      stop_tokens: The tokens that end an answer.
+      drawing: The defaults of draws, as arguments of `Generator.stream`.
+      described: `drawing`, and the settings that have no counterpart here, in words; "" for none.
+    """
+
+    stop_tokens: frozenset[int] = frozenset()
+    drawing: Mapping[str, float] = {}
+    described: str = ""
+
+
 class Trained(NamedTuple):
     """A trained language model on devices.
 
@@ -66,6 +117,7 @@ class Trained(NamedTuple):
       dataset: The data of the run; `None` for a Hugging Face model.
       described: A few words on where the model was loaded from.
       template: The file or the name of the chat template; "" for the tokenizer's template.
+      own: What the directory of a Hugging Face model says about generation.
     """
 
     program: Program
@@ -75,6 +127,7 @@ class Trained(NamedTuple):
     dataset: LanguageDataset | None
     described: str
     template: str = ""
+    own: "OwnSettings" = OwnSettings()
 
 
 def load_run(workdir: AnyPath, *, mesh: Mapping[str, int] | None = None) -> Trained:
@@ -113,6 +166,9 @@ def load_run(workdir: AnyPath, *, mesh: Mapping[str, int] | None = None) -> Trai
         dataset,
         f"step {restored.step} of {workdir}",
         config.data.template,
+        _own_settings_of_run(
+            config, workdir, config.model.vocab_size or dataset.tokenizer.vocab_size
+        ),
     )
 
 
@@ -154,7 +210,90 @@ def load_directory(
     else:
         state = load_peft(program, load_hf(program, local, missing="init"), adapter)
     described = str(directory) if adapter is None else f"{directory} with {adapter}"
-    return Trained(program, state, load_tokenizer(str(local)), 0, None, described)
+    own = own_settings(local, model.vocab_size)
+    return Trained(program, state, load_tokenizer(str(local)), 0, None, described, own=own)
+
+
+def own_settings(directory: Path, vocab_size: int) -> OwnSettings:
+    """Reads what `generation_config.json` and `config.json` of a directory say about generation.
+
+    An answer ends at each `eos_token_id` of both files. As in transformers, answers are drawn if
+    `do_sample` is true.
+    """
+    stops: list[Any] = []
+    fields: dict[str, Any] = {}
+    for name in (CONFIG_FILE, GENERATION_CONFIG):
+        if not os.path.lexists(directory / name):
+            continue
+        try:
+            fields = read_model_object(directory / name, directory)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{directory / name} {error}.") from error
+        inner = text_config(fields)[0] if name == CONFIG_FILE else fields
+        for ends in (fields.get("eos_token_id"), inner.get("eos_token_id")):
+            stops += ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if wrong := [end for end in stops if type(end) is not int or not 0 <= end < vocab_size]:
+            warnings.warn(
+                f"{directory / name}: ignored the eos_token_id {reprlib.repr(wrong[0])}, expected "
+                f"a token from 0 to {vocab_size - 1}.",
+                stacklevel=2,
+            )
+        stops = [end for end in stops if end not in wrong]
+        fields = fields if name == GENERATION_CONFIG else {}
+    drawing = _drawing(fields, f"{directory / GENERATION_CONFIG}")
+    left_out = [
+        f"{name}={reprlib.repr(fields[name])}"
+        for name, default in WITHOUT_COUNTERPART.items()
+        if fields.get(name) not in (None, default)
+    ]
+    words = [" ".join(f"{name}={value:g}" for name, value in drawing.items())] if drawing else []
+    words += [f"without {', '.join(left_out)}, which has no counterpart here"] if left_out else []
+    return OwnSettings(frozenset(stops), drawing, "; ".join(words))
+
+
+def _drawing(fields: Mapping[str, Any], where: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in DRAWN:
+        value = fields.get(name)
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise ValueError(f"{where} has {name}={reprlib.repr(value)}, expected a number.")
+        found[name] = value
+    is_drawn = fields.get("do_sample", False)
+    if is_drawn not in (True, False, None):
+        raise ValueError(f"{where} has do_sample={reprlib.repr(is_drawn)}, expected true or false.")
+    found = {**DRAWN, **found} if is_drawn else found
+    if not is_drawn:
+        found.pop("temperature", None)
+    drawn: dict[str, Any] = {name: x for name, x in found.items() if name != "repetition_penalty"}
+    try:
+        Drawing(**drawn).as_arrays()
+        make_penalties(1, found.get("repetition_penalty", 1.0), 0.0, 0.0, None)
+    except ValueError as error:
+        said = str(error).removeprefix("generate: ")
+        raise ValueError(f"{where}: {said}") from error
+    # What changes nothing is not worth a word.
+    neutral = {**DRAWN, "top_k": 0, "temperature": None}
+    return {name: x for name, x in found.items() if x != neutral[name]}
+
+
+def _own_settings_of_run(
+    config: ml_collections.ConfigDict, workdir: AnyPath, vocab_size: int
+) -> OwnSettings:
+    """Reads the settings of an imported model, from the copies of its files in the workdir."""
+    named = config.model.get("from_hf", "")
+    if not named:
+        return OwnSettings()
+    for folder in (workdir / MODEL_FOLDER, user_path(named)):
+        if (folder / CONFIG_FILE).is_file():
+            return own_settings(model_directory(folder, weights=False), vocab_size)
+    warnings.warn(
+        f"config.model.from_hf was {named!r}, which is gone, so its {GENERATION_CONFIG} is not "
+        "used: answers end at the tokenizer's end token, and are not drawn by default.",
+        stacklevel=2,
+    )
+    return OwnSettings()
 
 
 def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:

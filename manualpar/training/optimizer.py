@@ -34,6 +34,8 @@ import ml_collections
 import optax
 import optax.contrib
 
+from manualpar.core.parameters.placement import choose_matrices
+from manualpar.core.program.program import muon_dims
 from manualpar.core.trees import path_name
 from manualpar.errors import suggest
 
@@ -77,7 +79,7 @@ def check_optimizer(config: ml_collections.ConfigDict) -> None:
             f"rate of {call.address} must be a number; set --config.schedule.name=constant_schedule"
             " --config.optimizer.warmup_steps=0."
         )
-    if call.name in OF_MATRICES and config.model.get("scan_layers"):
+    if call.name == "galore" and config.model.get("scan_layers"):
         raise ValueError(
             f"config.optimizer.name is {call.name!r} and config.model.scan_layers is True, "
             "expected False, because the optimizer treats each array of two dims as a matrix, and "
@@ -126,19 +128,25 @@ def describe_jump(
 
 
 def make_optimizer(
-    config: ml_collections.ConfigDict, schedule: optax.Schedule
+    config: ml_collections.ConfigDict, schedule: optax.Schedule, parameters: Any
 ) -> optax.GradientTransformation:
     """Makes the optimizer of a config, with its clipping.
 
     Args:
       schedule: The learning rate. An optimizer that needs a number gets the config's.
+      parameters: The tree of the program's parameters with a `ParameterInfo` at each leaf.
     """
     call, optimizer = _optimizer_call(config), config.optimizer
     rate = schedule if takes_schedule(call.function) else optimizer.learning_rate
+    arguments, others = dict(call.arguments), None
+    if OF_MATRICES in call.parameters:
+        chosen = choose_matrices(parameters, optimizer.matrices, "config.optimizer.matrices")
+        arguments[OF_MATRICES] = muon_dims(parameters, optimizer.matrices)
+        others = jax.tree.map(lambda is_matrix: not is_matrix, chosen)
     with _explained("optimizer", call):
-        tx = call.function(learning_rate=rate, **call.arguments)
-    if "adam_weight_decay" in call.parameters and "adam_weight_decay" not in call.arguments:
-        tx = _with_decay_of_others(tx, call, optimizer, rate)
+        tx = call.function(learning_rate=rate, **arguments)
+    if others is not None and "adam_weight_decay" not in call.arguments:
+        tx = _with_decay_of(others, tx, call, optimizer, rate)
     if not optimizer.clip_norm:
         return tx
     return optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), tx)
@@ -237,9 +245,23 @@ def _optimizer_call(config: ml_collections.ConfigDict) -> _Call:
             f"{suggest(name, known)}."
         )
     parameters, called = inspect.signature(known[name]).parameters, address(known[name], name)
+    if name == "muon" and OF_MATRICES not in parameters:
+        raise ValueError(
+            f"config.optimizer.name is 'muon' with optax {optax.__version__}, expected optax 0.2.7 "
+            "or newer, because an older muon takes all arrays of two dims for matrices; upgrade "
+            "optax."
+        )
+    if optimizer.matrices and OF_MATRICES not in parameters:
+        raise ValueError(
+            f"config.optimizer.matrices is {tuple(optimizer.matrices)} and config.optimizer.name "
+            f"is {name!r}, expected (), because {called} treats no parameters as matrices; set "
+            '--config.optimizer.name=muon, or --config.optimizer.matrices="()".'
+        )
     mask = next((key for key in ("mask", "weight_decay_mask") if key in parameters), None)
     set_by = {key: f"config.optimizer.{key}" for key in ("learning_rate", "weight_decay")}
     filled: dict[str, Any] = {}
+    if OF_MATRICES in parameters:
+        set_by[OF_MATRICES] = "config.optimizer.matrices"
     if mask:
         set_by[mask] = "config.optimizer.decay_mask"
         filled[mask] = functools.partial(weight_decay_mask, globs=globs)
@@ -266,26 +288,31 @@ def _optimizer_call(config: ml_collections.ConfigDict) -> _Call:
     return _Call(known[name], name, filled | arguments)
 
 
-def _with_decay_of_others(
-    tx: optax.GradientTransformation, call: _Call, optimizer: Any, rate: Any
+def _with_decay_of(
+    others: Any, tx: optax.GradientTransformation, call: _Call, optimizer: Any, rate: Any
 ) -> optax.GradientTransformation:
-    """Adds the weight decay of parameters that are no matrices, which Muon leaves to Adam.
+    """Adds the weight decay of the parameters that are no matrices, which Muon leaves to Adam.
 
-    Adam's weight decay within `optax.contrib.muon` has no mask.
+    Adam's weight decay within `optax.contrib.muon` has no mask. `others` marks the parameters.
     """
     if not optimizer.weight_decay:
         return tx
     rate = call.arguments.get("adam_learning_rate") or rate
 
-    def others(params: Any) -> Any:
+    def mask(params: Any) -> Any:
+        # A frozen parameter is no leaf of `params`.
         marked = weight_decay_mask(params, optimizer.decay_mask)
-        return jax.tree.map(lambda x, is_marked: is_marked and x.ndim != 2, params, marked)
+        return jax.tree.map(
+            lambda is_other, decays: decays and is_other if isinstance(decays, bool) else decays,
+            others,
+            marked,
+        )
 
     def negative(step: jax.Array) -> Any:
         return -optimizer.weight_decay * (rate(step) if callable(rate) else rate)
 
     decay = optax.inject_hyperparams(optax.add_decayed_weights, static_args=("mask",))
-    return optax.chain(tx, decay(weight_decay=negative, mask=others))
+    return optax.chain(tx, decay(weight_decay=negative, mask=mask))
 
 
 @contextlib.contextmanager
@@ -315,8 +342,8 @@ def _explained(group: str, call: _Call) -> Iterator[None]:
 RATES = ("peak_value", "init_value", "value")
 # Optimizers that evaluate other parameters than they train; a run evaluates the trained ones.
 OWN_EVALUATION = ("schedule_free_adamw", "schedule_free_sgd")
-# Optimizers that treat arrays of two dims as matrices, and other arrays in another way.
-OF_MATRICES = ("galore", "muon")
+# The argument of an optimizer that says which dims of a parameter are a matrix.
+OF_MATRICES = "muon_weight_dimension_numbers"
 
 
 class Kind(NamedTuple):

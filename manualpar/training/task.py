@@ -15,9 +15,9 @@ import flax.linen as nn
 import jax
 import ml_collections
 import numpy as np
-import optax
 
 from manualpar.core.model.loss_function import LossFn
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized
@@ -36,6 +36,7 @@ from manualpar.models.cross_entropy import (
     mixture_of_experts_loss,
 )
 from manualpar.models.finetuning.lora import lora
+from manualpar.models.finetuning.preferences import first_call, preference_loss
 from manualpar.models.finetuning.quantized import Code, quantized
 from manualpar.models.flat_fields import nest_fields
 from manualpar.models.generation.drawing import sample_tokens
@@ -82,7 +83,7 @@ class Task(Summarized):
     tokens_per_example: int = 0
     derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means
     sample: Callable[[TrainState, jax.Array], str] | None = None
-    optimizer: optax.GradientTransformation | None = None
+    optimizer: Optimizer | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     hooks: Sequence[Any] = ()
     init_from: Any = None
@@ -158,9 +159,18 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         mixture=data.mixture,
         template=data.template,
         long_examples=data.long_examples,
+        parse_special=data.parse_special,
+        bad_rows=data.bad_rows,
     )
     assert isinstance(dataset, LanguageDataset)
     tokenizer = dataset.tokenizer
+    has_pairs = data.source == "preferences"
+    if has_pairs and not config.model.lora:
+        raise ValueError(
+            "config.data.source is 'preferences' and config.model.lora is (), expected adapters "
+            "such as ('*/attention/*:8',), because the model without them is the reference; to "
+            "train a whole model see docs/preferences.md."
+        )
     if 0 < config.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"config.data.tokenizer has {tokenizer.vocab_size} tokens and config.model.vocab_size "
@@ -171,7 +181,8 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     model = Transformer(
         **nest_fields(_fields(config.model) | experts)
         | {"vocab_size": config.model.vocab_size or tokenizer.vocab_size},
-        bos_token=tokenizer.bos_token,
+        # A pair's sequence is one document, and templates may write BOS in its middle.
+        bos_token=-1 if has_pairs else tokenizer.bos_token,
         label_smoothing=config.training.label_smoothing,
         z_loss=config.training.z_loss,
         annotate=bool(config.parallel.rules),
@@ -187,7 +198,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         if tokens_per_byte := getattr(dataset, split).tokens_per_byte:
             # Bits per byte can be compared between models with different tokenizers.
             more["bits_per_byte"] = means["loss"] / math.log(2) * tokens_per_byte
-        if number := model.experts.num_experts:
+        if (number := model.experts.num_experts) and not has_pairs:
             # The load of the busiest expert, in multiples of an equal share.
             shares = [means[f"expert_{index}"] for index in range(number)]
             more["busiest_expert"] = max(shares) * number
@@ -202,22 +213,29 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
             state.params,
             prompt,
             num_tokens=config.sample.num_tokens,
-            sequence_length=length,
+            sequence_length=data.sequence_length,
             temperature=config.sample.temperature,
             rng=rng,
             collections=state.collections,
         )
         return config.sample.prompt + tokenizer.decode(np.asarray(tokens))
 
+    loss_fn: LossFn = mixture_of_experts_loss if model.experts.num_experts else language_model_loss
+    if has_pairs:
+        with naming_arguments({"beta": "config.training.preference_beta"}):
+            loss_fn = preference_loss(config.training.preference_beta)
+        length *= 2  # Both answers.
     return Task(
         dataset=dataset,
         model=model,
-        loss_fn=mixture_of_experts_loss if model.experts.num_experts else language_model_loss,
+        loss_fn=loss_fn,
         headline="bits_per_byte" if dataset.test.tokens_per_byte else "loss",
-        flops_per_example=flops_per_token(model, length) * length,
+        # The loss of pairs has a reference, whose FLOPs are not counted, so there is no MFU.
+        flops_per_example=None if has_pairs else flops_per_token(model, length) * length,
         tokens_per_example=length,
         derive=derive,
         sample=sample if config.sample.num_tokens else None,
+        options={"init_args": first_call} if has_pairs else {},
     )
 
 

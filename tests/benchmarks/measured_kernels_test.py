@@ -4,8 +4,22 @@ import json
 
 import pytest
 
-from benchmarks.measured_kernels import MEASURED, of_blocks, of_cudnn, of_products, step_seconds
-from manualpar.planner.hardware import BLOCK_PASSES, CUDNN, FLOAT8_GAIN, MEASURED_PRODUCTS
+from benchmarks.measured_kernels import (
+    MEASURED,
+    of_blocks,
+    of_changes,
+    of_cudnn,
+    of_products,
+    step_seconds,
+)
+from manualpar.planner.hardware import (
+    BLOCK_PASSES,
+    CUDNN,
+    FLOAT8_GAIN,
+    MEASURED_PRODUCTS,
+    ROUNDED_PASSES,
+    TRANSPOSED,
+)
 
 ROWS = json.loads(MEASURED.read_text(encoding="utf-8"))
 
@@ -17,6 +31,16 @@ def test_products_take_the_time_that_the_other_half_took():
     assert pytest.approx(gain, rel=2e-3) == FLOAT8_GAIN
     assert plain.largest(tested=True) < 0.02 < 0.07 < plain.largest(tested=True, before=True)
     assert float8.largest(tested=True) < 0.05 < 0.9 < float8.largest(tested=True, before=True)
+
+
+def test_what_makes_float8_operands_takes_the_time_that_the_other_half_took():
+    rounding, transposed = of_changes(ROWS["products"])
+    assert rounding.numbers["passes"] == pytest.approx(ROUNDED_PASSES, rel=2e-3)
+    assert rounding.largest(tested=True) < 0.12 < 0.75 < rounding.largest(tested=True, before=True)
+    assert transposed.numbers["bytes per second"] == pytest.approx(TRANSPOSED, rel=2e-3)
+    assert (
+        transposed.largest(tested=True) < 0.07 < 0.3 < transposed.largest(tested=True, before=True)
+    )
 
 
 def test_attention_of_nvidia_takes_the_time_that_the_other_half_took():

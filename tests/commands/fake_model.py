@@ -10,16 +10,24 @@ from manualpar.commands import evaluate_command as evaluating
 from manualpar.commands import generate_command as generating
 from manualpar.models.generation.generator import Answer
 from manualpar.models.generation.scoring import Score
+from manualpar.training.load_run import OwnSettings
 
 
 class Fake:
     max_length, batch_size, state, template, described = 8, 4, None, "", "a fake"
+    own = OwnSettings()
 
     def generate(self, state, prompts, **options):
         return [Answer([1, 2], [0.0, 0.0], "x", "stop") for _ in prompts]
 
     def encode(self, text):
         return np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)
+
+    def count_special(self, documents):
+        return {}
+
+    def encode_pair(self, context, completion):
+        return self.encode(context), self.encode(completion)
 
     @property
     def tokenizer(self):

@@ -88,14 +88,14 @@ def test_two_configs_side_by_side(capsys):
     forward = 2 * 16 * (64 * 16 + 16 * 10)  # 16 examples a device.
     assert found["flops"]["by_phase"]["forward"] == forward
 
-    # What the closed form says of it, and why it is not what is sent.
+    # What the formula says of it, and why it is not what is sent.
     formula = 3 * gathered + 2 * 4 * whole * 7 / 8
     assert found["predicted_bytes"] == {"total": formula, "by_axes": {"data": formula}}
     assert found["predicted_is_bound"]
     less = gathered - 2 * 4 * last * 7 // 8
     assert f"({less:,} less, because parameters that the backward pass does not need" in output
-    assert [row[0] for row in rows if row[0] in ("closed form", "jaxpr", "compiled")] == [
-        "closed form",
+    assert [row[0] for row in rows if row[0] in ("formula", "jaxpr", "compiled")] == [
+        "formula",
         "jaxpr",
     ] * 2
     assert found["devices"] == 8
@@ -179,11 +179,11 @@ def test_the_links_of_the_axes_are_shown_where_they_differ(capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_no_picture")
-def test_split_layers_send_what_their_closed_form_says(capsys):
+def test_split_layers_send_what_their_formula_says(capsys):
     sizes = ("--config.model.hidden_size=16", "--config.model.mlp_size=32")
     assert _run(f"--config={CONFIGS / 'tp_lm'}.py", *sizes, *ABSTRACT) == 0
     output = capsys.readouterr().out
-    layers = re.search(r"closed form for layers is ([\d,]+) bytes; the step sends ([\d,]+)", output)
+    layers = re.search(r"formula for layers gives ([\d,]+) bytes; the step sends ([\d,]+)", output)
     assert layers[1] == layers[2]
     found = json.loads(Path("runs/inspect/001/tp_lm.json").read_text())
     assert f"{found['predicted_layers']['total']:,}" == layers[1]

@@ -13,8 +13,8 @@ from manualpar.commands import plan_command as planner_command
 from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.plan_command import PLANNING, plan_command
 from manualpar.planner.plan import StepEstimate
-from manualpar.plans.closed_form.layout import Layout
-from manualpar.plans.closed_form.layout_search import config_of_layout, layout_flags
+from manualpar.plans.layouts.layout import Layout
+from manualpar.plans.layouts.layout_search import config_of_layout, layout_flags
 from manualpar.plans.sweep import sweep
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config
@@ -90,7 +90,7 @@ def test_layouts_over_every_axis_are_ranked_and_written(capsys, monkeypatch):
     assert {axis for each in found["candidates"] for axis in each["mesh"]} == {
         *("replica", "stage", "data", "context", "model")
     }
-    assert "meshes fit; the fastest, by a closed form" in capsys.readouterr().out
+    assert "meshes fit; the fastest, by formula" in capsys.readouterr().out
 
 
 def test_the_old_names_of_a_search_are_understood(capsys, monkeypatch):
@@ -99,7 +99,7 @@ def test_the_old_names_of_a_search_are_understood(capsys, monkeypatch):
     assert plan_command(_command(*SMALL, *flags, "--config.data.batch_size=2")) == 0
     output = capsys.readouterr().out
     assert "--layouts will be removed in the next release; use --search." in output
-    assert "meshes fit; the fastest, by a closed form" in output
+    assert "meshes fit; the fastest, by formula" in output
 
 
 def test_layouts_are_ranked_with_the_codes_of_the_config(capsys, monkeypatch):
@@ -148,7 +148,7 @@ def test_the_flags_of_a_layout_make_its_config(layout):
         ),
     ],
 )
-def test_layouts_that_have_no_closed_form_are_refused(arguments, message, capsys):
+def test_layouts_that_have_no_formula_are_refused(arguments, message, capsys):
     assert plan_command(_command(*arguments, "--topology=h100:16", "--layouts")) == 2
     assert message in capsys.readouterr().err
 
@@ -220,7 +220,7 @@ def test_another_mode_is_only_the_compilers(capsys):
 
 
 @pytest.mark.slow
-def test_a_search_without_closed_form_traces_and_leaves_a_table_and_a_picture(capsys, monkeypatch):
+def test_a_search_without_formula_traces_and_leaves_a_table_and_a_picture(capsys, monkeypatch):
     kinds = {name: strategy_kinds()[name] for name in ("dp", "fsdp")}
     monkeypatch.setattr("manualpar.plans.sweep.strategy_kinds", lambda: kinds)
     monkeypatch.setattr("manualpar.plans.sweep.CHIP_COUNTS", (8,))

@@ -70,7 +70,7 @@ OBJECTS = {
     "step": (lambda: experiment().program.step, "strategy: Strategy(fsdp)"),
     "model": (lambda: experiment().program.model, "apply_fn: Module.apply"),
     "update": (lambda: experiment().program.step.update, "norm_metrics: "),
-    "comm": (lambda: experiment().program.comm, "CommPolicy("),
+    "comm": (lambda: experiment().program.comm, "MixedPrecisionPolicy("),
     "outer steps": (lambda: build_diloco().outer, "every: 2"),
     "ledger": (lambda: ledger(experiment().program), " all_gather, "),
     "memory": (lambda: ledger(experiment().program).memory, "parameters="),

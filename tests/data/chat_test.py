@@ -3,11 +3,14 @@
 import json
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 
 from manualpar.data import load_tokenizer
 from manualpar.data.chat import ChatEncoder
+from manualpar.data.document_files import divide, find_document_files
 from manualpar.data.packing import PackedSplit, learned_of, tokens_of
 from manualpar.data.sources import load_dataset
 from manualpar.data.tokenize import write_token_files
@@ -187,3 +190,129 @@ def test_chats_and_documents_are_mixed(tmp_path):
     begins = stream[0].inputs["tokens"] == dataset.tokenizer.bos_token
     assert begins.sum() > 1
     np.testing.assert_array_equal(stream[0].inputs["documents"], np.cumsum(begins))
+
+
+TURNS = [("user", "1 + 1?"), ("assistant", "It is 2"), ("user", "And 3?"), ("assistant", "No 4")]
+MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
+SHAREGPT = [
+    {"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in TURNS
+]
+PARTS = [
+    {
+        "role": role,
+        "content": [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}],
+    }
+    for role, text in TURNS
+]
+FORMS = {
+    "sharegpt": ({"conversations": SHAREGPT}, {"messages": MESSAGES}),
+    "sharegpt with a system": (
+        {"conversations": SHAREGPT, "system": "Short."},
+        {"messages": [{"role": "system", "content": "Short."}, *MESSAGES]},
+    ),
+    "conversations of messages": ({"conversations": MESSAGES}, {"messages": MESSAGES}),
+    "parts": ({"messages": PARTS}, {"messages": MESSAGES}),
+    "alpaca": (
+        {"instruction": "Add.", "input": "1, 1", "output": "2"},
+        {
+            "messages": [
+                {"role": "user", "content": "Add.\n\n1, 1"},
+                {"role": "assistant", "content": "2"},
+            ]
+        },
+    ),
+    "alpaca without input": (
+        {"instruction": "Add.", "input": "", "output": "2"},
+        {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "2"}]},
+    ),
+    "prompt and completion": (
+        {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]},
+        {"messages": [MESSAGES[0], MESSAGES[1] | {"weight": 0}, *MESSAGES[2:]]},
+    ),
+}
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, OTHER], ids=["plain", "marked", "other"])
+def test_a_turn_without_weight_is_read_and_not_learned(tmp_path, template):
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", template))
+    encoder = ChatEncoder(tokenizer, 0.1)
+    whole = encoder.example({"messages": MESSAGES})
+    for name in ("weight", "train"):
+        for kept in ((0, 1), (1, 0)):
+            values = iter(kept)
+            turns = [m | {name: next(values)} if m["role"] == "assistant" else m for m in MESSAGES]
+            example = encoder.example({"messages": turns})
+            np.testing.assert_array_equal(tokens_of(example), tokens_of(whole))
+            both = _learned(tokenizer, whole)
+            assert _learned(tokenizer, example) == [x for x, k in zip(both, kept, strict=True) if k]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_other_programs_become_the_same_tokens(tmp_path, form):
+    """In JSON, and in Parquet, whose structs have all fields of a column."""
+    row, standard = FORMS[form]
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t"))
+    encoder = ChatEncoder(tokenizer, 0.1)
+    expected = encoder.example(standard)
+    np.testing.assert_array_equal(encoder.example(row), expected)
+    other = {"conversations": SHAREGPT[:2]} if "messages" in row else {"messages": MESSAGES[:2]}
+    path = tmp_path / "rows.parquet"
+    names = dict.fromkeys((*row, *other))
+    table = pyarrow.table({name: [row.get(name), other.get(name)] for name in names})
+    pyarrow.parquet.write_table(table, path)
+    (part,) = divide("chat", find_document_files(str(path), "chat"), "text")
+    (((_, read, _), (_, short, _)),) = encoder.encode(part)
+    np.testing.assert_array_equal(read, expected)
+    np.testing.assert_array_equal(short, encoder.example({"messages": MESSAGES[:2]}))
+
+
+def test_alpaca_without_a_chat_template_has_alpacas_prompt():
+    row, _ = FORMS["alpaca"]
+    text = bytes(tokens_of(ChatEncoder(ByteTokenizer(), 0.1).example(row))[1:-1].tolist()).decode()
+    assert text == (
+        "Below is an instruction that describes a task, paired with an input that provides further "
+        "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+        "Add.\n\n### Input:\n1, 1\n\n### Response:\n2"
+    )
+
+
+def test_a_completion_is_encoded_with_its_prompt(tmp_path):
+    """As transformers encodes the joined text, also if the tokenizer puts a space before texts."""
+    transformers = pytest.importorskip("transformers")
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    raw.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    raw.train_from_iterator(["say yes or no please (or not)", "the sea: 9 = 4 + 5"] * 9, trainer)
+    (tmp_path / "t").mkdir()
+    raw.save(str(tmp_path / "t" / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "t")
+    tokenizer = load_tokenizer(str(tmp_path / "t"))
+    for prompt, completion in (
+        ("say (", "yes"),
+        ("4 + 5 =", " 9"),
+        ("sa", "y no"),
+        ("the ", "sea"),
+    ):
+        example = ChatEncoder(tokenizer, 0.1).example({"prompt": prompt, "completion": completion})
+        whole = theirs(prompt + completion, return_offsets_mapping=True)
+        assert tokens_of(example).tolist() == [*whole.input_ids, theirs.eos_token_id]
+        ends = [stop > len(prompt) for _, stop in whole.offset_mapping]
+        assert (learned_of(example) > 0).tolist() == [*ends, True]
+
+
+def test_bad_chats_are_skipped_and_the_others_of_their_template_are_not(tmp_path):
+    refusing = "{%- if messages|length > 3 %}{{ raise_exception('long') }}{%- endif %}" + CHATML
+    rows = [{"messages": MESSAGES[:2]}] * 5 + [{"messages": MESSAGES}] + [{"x": 1}]
+    rows += [{"messages": MESSAGES[:2]}] * 5
+    _write(tmp_path / "chats.jsonl", rows)
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", refusing))
+    (part,) = divide("chat", find_document_files(f"{tmp_path}/*.jsonl", "chat"), "text")
+    encoder = ChatEncoder(tokenizer, 0.1, bad_rows="skip")
+    (made,) = encoder.encode(part)
+    assert (len(made), encoder.notes.skipped) == (10, 2)
+    assert "line 6: is refused by the chat's template (long)" in encoder.notes.first[0]

@@ -111,6 +111,7 @@ def _check_the_search(site: Path) -> None:
             if word.lower() in f"{section['title']} {section.get('tags', '')}".lower()
         }
         assert page in found, word
+    assert {x["boost"] for x in index if x["location"].startswith("questions.html")} == {2}
     internal = {
         section["location"]
         for section in index

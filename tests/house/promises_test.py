@@ -1,7 +1,10 @@
 """What docs/versions.md promises: of old names, config fields, the version, and exit codes."""
 
+import ast
 import importlib
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +56,50 @@ def test_config_fields_that_are_new_since_the_release_have_defaults():
     """So a config of the latest release is complete."""
     fields = _config_fields()
     assert [x for x in fields.keys() - RELEASED if fields[x].default is None] == []
+
+
+def _renamed() -> Iterator[tuple[str, str, str]]:
+    """Yields the module, the old name and the new name of each call of `old_names`."""
+    for path in sorted((ROOT / "manualpar").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "old_names":
+                module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                for old, new in ast.literal_eval(node.args[1]).items():
+                    yield module.removesuffix(".__init__"), old, new
+
+
+RENAMED = tuple(_renamed())
+
+
+@pytest.mark.parametrize(("module", "old", "new"), RENAMED)
+def test_an_old_name_gives_the_same_object_and_a_warning(module, old, new):
+    found = importlib.import_module(module)
+    assert new in found.__all__
+    with pytest.warns(DeprecationWarning, match=rf"{module}\.{old} is {new} now") as warned:
+        exec(f"from {module} import {old} as x", there := {})
+    assert there["x"] is getattr(found, new)
+    assert {Path(each.filename).name for each in warned} == {"<string>"}, "the user's own line"
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        getattr(found, "nothing")  # noqa: B009
+
+
+# Words that were of this package alone, where other projects have one: `docs/glossary.md`.
+OLD_WORDS = re.compile(r"closed[ _-]form|CommPolicy|\bRoute\b(?! to host)|\broute_parameter\b")
+
+
+def test_code_and_pages_use_the_words_of_the_field():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages.remove(ROOT / "docs" / "glossary.md")  # It says which old name is which new one.
+    sources = [x for folder in ("manualpar", "benchmarks") for x in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in (*pages, *sources)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if OLD_WORDS.search(line)
+        and "__name__, {" not in line
+        and not line.startswith('    "manualpar.plan')
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_other_names_are_missing_as_anywhere():

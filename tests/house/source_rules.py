@@ -84,6 +84,7 @@ MAY_COMMUNICATE = frozenset(
         "core.modes.variable_reduction",
         "core.modes.gradients",
         "core.program.step",
+        "core.program.whole_matrices",
         "quantization.quantized_collectives",
         "core.parameters.collectives",
         "core.parameters.sharded_parameter",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.inspect import of_parameters, trace_collectives
+from manualpar.inspect import parameter_collectives, trace_collectives
 
 SIZES = (16, 32, 64, 8)  # Of the inputs and of each layer's outputs.
 KERNELS = [math.prod(pair) for pair in itertools.pairwise(SIZES)]
@@ -65,4 +65,4 @@ def build(name: str, model: nn.Module | None = None, **options: Any) -> Program:
 def read(program: Program) -> Any:
     """The collectives of parameters and gradients in the traced program."""
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    return of_parameters(trace_collectives(traced))
+    return parameter_collectives(trace_collectives(traced))

@@ -16,7 +16,7 @@ from manualpar import Batch, data_parallel, make_mesh
 from manualpar.inspect import (
     bytes_by_axes,
     count_by_kind,
-    of_parameters,
+    parameter_collectives,
     step_bytes,
     total_bytes,
     total_step_bytes,
@@ -358,8 +358,8 @@ def test_metrics_counts_and_statistics_are_left_out(devices8):
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     everything = trace_collectives(traced)
     assert count_by_kind(everything)["all_reduce"] == 5  # Also: metrics, count, mean, variance.
-    assert bytes_by_axes(of_parameters(everything)) == step_bytes(program)
-    assert count_by_kind(of_parameters(everything)) == {"all_reduce": 1}
+    assert bytes_by_axes(parameter_collectives(everything)) == step_bytes(program)
+    assert count_by_kind(parameter_collectives(everything)) == {"all_reduce": 1}
 
 
 def test_a_sum_that_nobody_has_written_shows_as_a_difference(devices8):
@@ -370,4 +370,4 @@ def test_a_sum_that_nobody_has_written_shows_as_a_difference(devices8):
         return jax.lax.psum(x, "data")
 
     run = jax.shard_map(summed, mesh=mesh, in_specs=P("data"), out_specs=P())
-    assert len(of_parameters(trace_collectives(jax.jit(run).trace(jnp.ones(8))))) == 1
+    assert len(parameter_collectives(trace_collectives(jax.jit(run).trace(jnp.ones(8))))) == 1

@@ -92,6 +92,45 @@ def test_convolutions_without_their_padding_and_holes(options):
     assert len({flops_of(eqn) for eqn in found}) == 1  # Each pair of numbers meets in all three.
 
 
+def test_what_makes_the_operands_of_float8_products_is_traffic():
+    """Both operands are rounded, and each of three float8 operands needs a second layout."""
+    M, K, N = 16, 32, 64
+    dims = (((1,), (0,)), ((), ()))
+
+    def product(dims, *operands):
+        narrow = [x.astype(jnp.float8_e4m3fn) for x in operands]
+        return jax.lax.dot_general(*narrow, dims, preferred_element_type=jnp.bfloat16)
+
+    @jax.custom_vjp
+    def multiply(x, weights):
+        return product(dims, x, weights)
+
+    def backward(kept, gradient):
+        x, weights = kept
+        of_x = product((((1,), (1,)), ((), ())), gradient, weights)
+        return of_x, product((((0,), (0,)), ((), ())), x, gradient)
+
+    multiply.defvjp(lambda x, weights: (product(dims, x, weights), (x, weights)), backward)
+
+    def loss(x, weights):
+        with jax.named_scope("layer"):
+            return multiply(x, weights).astype(jnp.float32).sum()
+
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (K, N)))
+    found = TrafficReader("test").read(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*arrays).jaxpr)
+    changed = [(x.phase, x.change, int(x.traffic)) for x in found if x.change]
+    # 2 bytes are read and 1 is written, in the backward pass for each of its two products.
+    rounded = [("forward", 3 * M * K), ("forward", 3 * K * N), *[("backward", 3 * M * N)] * 2]
+    rounded += [("backward", 3 * M * K), ("backward", 3 * K * N)]
+    # Their second layout is written with them.
+    rounded += [("backward", M * K), ("backward", M * N)]
+    assert sorted(x for x in changed if x[1] == "rounded") == sorted(
+        (phase, "rounded", size) for phase, size in rounded
+    )
+    assert [x for x in changed if x[1] == "transposed"] == [("forward", "transposed", 2 * K * N)]
+    assert {x.dtype for x in found if x.flops} == {"float8_e4m3fn"}
+
+
 def test_products_of_groups():
     def loss(x, kernels):
         sizes = jnp.array([2, 0, 6])

@@ -1,4 +1,4 @@
-"""The numbers of the closed forms of layers, as papers give them."""
+"""The numbers of the formulas of layers, as papers give them."""
 
 from fractions import Fraction
 

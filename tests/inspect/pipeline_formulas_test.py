@@ -10,7 +10,7 @@ from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect import (
     bytes_by_axes,
     ledger,
-    of_parameters,
+    parameter_collectives,
     step_bytes,
     total_bytes,
     total_step_bytes,
@@ -22,7 +22,7 @@ from tests.inspect.counted_pipeline import build
 
 def check(program: Program, stage: int) -> Any:
     found = ledger(program, stage=stage)
-    parameters = of_parameters(found.collectives)
+    parameters = parameter_collectives(found.collectives)
     assert found.predicted == step_bytes(program, stage=stage)
     assert _without_zeros(bytes_by_axes(parameters)) == _without_zeros(found.predicted)
     between = [one for one in found.collectives if one.purpose == PIPELINE_SCOPE]
@@ -61,7 +61,7 @@ SLOW = [
     ],
     ids=str,
 )
-def test_every_stage_sends_what_the_closed_form_says(devices8, name, mesh, fields):
+def test_every_stage_sends_what_the_formula_says(devices8, name, mesh, fields):
     program = build(name, mesh, **fields)
     for stage in range(mesh["stage"]):
         check(program, stage)

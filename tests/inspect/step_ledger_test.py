@@ -11,16 +11,17 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, abstract_mesh, data_parallel, fsdp
+from manualpar import Batch, abstract_mesh, data_parallel, fsdp, make_mesh
 from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.tracing.scopes import CAST_SCOPE, TENSOR_SCOPE
 from manualpar.inspect import (
     ledger,
-    of_parameters,
+    parameter_collectives,
     step_bytes,
     step_memory,
     total_bytes,
     trace_collectives,
+    trace_step,
 )
 from manualpar.inspect.communication import as_number
 from tests.core.tracing.scoped_program import make, trace
@@ -50,7 +51,7 @@ def test_a_program(devices8):
     assert (found.compiled, found.changes, found.notes) == (None, (), ())
 
 
-def test_the_closed_form_is_what_is_written(devices8):
+def test_the_formula_is_what_is_written(devices8):
     found = ledger(build("dp", devices8, model=Linear(64)))
     purposes = found.bytes_by_purpose()
     assert found.predicted == {("data",): purposes["sync_gradients"]}
@@ -65,7 +66,7 @@ def test_what_the_compiler_writes_is_said_to_be_there(devices8, mode):
     assert any(f"mode={mode!r}: the compiler writes" in note for note in found.notes)
     is_free = mode == "auto-unconstrained"
     assert (found.predicted is None) == (found.memory is None) == is_free
-    assert any("no bytes in closed form: step_bytes: " in note for note in found.notes) == is_free
+    assert any("no bytes by formula: step_bytes: " in note for note in found.notes) == is_free
     assert any("no memory: step_memory: " in note for note in found.notes) == is_free
     compiled = ledger(program, compile=True)
     assert total_bytes(compiled.compiled.collectives) > 0
@@ -113,7 +114,7 @@ def test_what_goes_over_no_data_axis_is_tensor_parallel(mesh42):
         (TENSOR_SCOPE, "forward"),
         (CAST_SCOPE, "backward"),
     }
-    assert not of_parameters(parallel)
+    assert not parameter_collectives(parallel)
 
 
 # Functions.
@@ -236,3 +237,40 @@ def test_json(devices8):
 def test_numbers_are_whole_where_they_are():
     assert repr(as_number(Fraction(14, 2))) == "7"
     assert repr(as_number(Fraction(7, 2))) == "3.5"
+
+
+class OtherJit:
+    """A jit as Equinox's `filter_jit`, which traces arrays only, and has no `trace`."""
+
+    def __init__(self, function):
+        self.__wrapped__, self.__name__ = function, function.__name__
+
+    def __call__(self, *args):
+        return self.__wrapped__(*args)
+
+    def lower(self, *args):
+        raise NotImplementedError
+
+
+def test_the_jit_of_another_library_keeps_the_leaves_that_are_no_arrays(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+
+    def step(model, x):
+        y = model["activation"](x @ model["kernel"])
+        total = jax.shard_map(
+            lambda y: jax.lax.psum(y.sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )(y)
+        return model, total
+
+    model = {"activation": jax.nn.relu, "kernel": jax.ShapeDtypeStruct((4, 16), "float32")}
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=NamedSharding(mesh, P("data")))
+    found = ledger(OtherJit(step), model, x)
+    assert found.name == "step"
+    assert dict(found.mesh) == {"data": 8}
+    assert found.counts()["all_reduce"] == 1
+    assert found.total_flops > 0
+    traced = trace_step(OtherJit(step), model, x)
+    assert [leaf.shape for leaf in jax.tree.leaves(traced.out_info)] == [(4, 16), ()]
+    # A function that nothing has jitted, or JAX has, takes arrays only.
+    with pytest.raises(TypeError, match=r"args\[0\]\['activation'\]=.*expected an array"):
+        ledger(step, model, x)

@@ -63,6 +63,9 @@ def test_other_dtypes_have_peaks_of_their_own():
     assert peak_flops("TPU v4", "float32") == peak_flops("TPU v4", "bfloat16")
     assert peak_flops("TPU v4", "float16") is None
     assert peak_flops("NVIDIA H200", "float64") is None
+    assert peak_flops("NVIDIA H200", "float8") == peak_flops("NVIDIA H200", "int8") == 1979e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "float8") is None
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "int8") == 624e12
 
 
 def test_every_peak_says_where_it_is_from():

@@ -14,7 +14,7 @@ from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zer
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.inspect import (
     bytes_by_axes,
-    of_parameters,
+    parameter_collectives,
     step_bytes,
     total_bytes,
     trace_collectives,
@@ -171,10 +171,10 @@ def test_a_gradient_is_off_by_what_the_codes_leave_out(devices8, name, mesh, cod
 @pytest.mark.parametrize(
     ("name", "mesh", "code"), cases({("fsdp", "2 4", "both"), ("dp", "8", "numbers")}, *CODES)
 )
-def test_a_step_sends_the_bytes_of_the_closed_form(devices8, name, mesh, code):
+def test_a_step_sends_the_bytes_of_the_formula(devices8, name, mesh, code):
     program = build(name, mesh, devices8, **CODES[code])
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
+    sent = bytes_by_axes(parameter_collectives(trace_collectives(traced)))
     closed = step_bytes(program)
     exact = step_bytes(build(name, mesh, devices8))
     if program.strategy.reshard_after_forward:  # Biases are not gathered again.
@@ -184,7 +184,7 @@ def test_a_step_sends_the_bytes_of_the_closed_form(devices8, name, mesh, code):
     assert sent.keys() <= closed.keys()
     codes = [one for one in trace_collectives(traced) if one.dtype == np.uint8]
     if code == "numbers":
-        of_gradients = of_parameters(trace_collectives(traced))
+        of_gradients = parameter_collectives(trace_collectives(traced))
         assert {x.dtype for x in of_gradients if x.kind == "all_to_all"} <= {jnp.dtype("bfloat16")}
     if codes:
         assert sum(sent.values()) < sum(exact.values())
@@ -246,7 +246,10 @@ def test_stages_send_codes_too(devices8, name, keep):
             **codes,
         )
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-        sent, closed = bytes_by_axes(of_parameters(trace_collectives(traced))), step_bytes(program)
+        sent, closed = (
+            bytes_by_axes(parameter_collectives(trace_collectives(traced))),
+            step_bytes(program),
+        )
         assert all(sent[axes] <= closed[axes] for axes in closed)
         assert name == "fsdp" or sent == closed
         state = program.init(jax.random.key(0))

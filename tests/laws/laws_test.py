@@ -11,7 +11,7 @@ import pytest
 from manualpar.core.model.options import ProgramOptions
 from manualpar.core.modes.strategy import MODES
 from manualpar.core.trees import path_name
-from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.inspect import bytes_by_axes, parameter_collectives, step_bytes, trace_collectives
 from manualpar.strategies.shared_options import REPLICATED_SHARDING
 from manualpar.training.replicas import ReplicaSentinel
 from tests.laws.cases import CASES, MANUAL_ONLY, Case, one_device
@@ -77,11 +77,11 @@ def test_a_step_has_the_loss_and_every_gradient_of_one_device(devices8, case):
     check_step(case, built(index), *stepped(index))
 
 
-def test_a_step_sends_the_bytes_of_the_closed_form(devices8, case):
+def test_a_step_sends_the_bytes_of_the_formula(devices8, case):
     del devices8
     program = built(CASES.index(case))
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
+    sent = bytes_by_axes(parameter_collectives(trace_collectives(traced)))
     closed = {axes: n for axes, n in step_bytes(program).items() if n}
     sent = {axes: n for axes, n in sent.items() if n}
     if case.model == "split sequences":  # Attention also sends keys and values.

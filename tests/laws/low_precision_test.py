@@ -17,7 +17,7 @@ from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zer
 from manualpar.core.modes.variable_reduction import OVERWRITTEN
 from manualpar.core.tracing.scopes import GATHER_SCOPE
 from manualpar.inspect.communication import bytes_by_axes, trace_collectives
-from manualpar.inspect.expected_bytes import of_parameters, step_bytes
+from manualpar.inspect.expected_bytes import parameter_collectives, step_bytes
 from manualpar.layers import (
     Column,
     Row,
@@ -364,7 +364,9 @@ def test_a_gather_of_float8_codes_changes_no_bit(devices8, kind, builder, option
     chex.assert_trees_all_equal(coded_losses, losses)
     chex.assert_trees_all_equal(coded_state.params, state.params)
     exact, coded = (
-        of_parameters(trace_collectives(x.train_step.trace(x.abstract_state, x.abstract_batch)))
+        parameter_collectives(
+            trace_collectives(x.train_step.trace(x.abstract_state, x.abstract_batch))
+        )
         for x in programs
     )
     of_scales = [x for x in coded if x.kind == "all_reduce" and GATHER_SCOPE in x.scope]

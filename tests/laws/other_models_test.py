@@ -13,7 +13,7 @@ from flax import nnx
 
 from manualpar import abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import bytes_by_axes, state_bytes, step_bytes, step_memory, trace_collectives
-from manualpar.inspect.expected_bytes import of_parameters
+from manualpar.inspect.expected_bytes import parameter_collectives
 from tests.core.parameters.split_models import BATCH as SPLIT
 from tests.core.parameters.split_models import WIDTH, ExpertNet, Net
 
@@ -238,7 +238,7 @@ def test_evaluation_turns_training_off_in_the_other_model_too(devices8):
 
 def predicted_and_traced(program):
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
+    sent = bytes_by_axes(parameter_collectives(trace_collectives(traced)))
     return step_bytes(program), sent
 
 

@@ -17,9 +17,9 @@ from manualpar.core.modes.gradients import accumulate, unrolled
 from manualpar.core.modes.manual import Manual
 from manualpar.core.parameters.placement import (
     ParameterInfo,
+    ParameterSharding,
     Placement,
-    Route,
-    route_parameter,
+    parameter_sharding,
     split_over_stages,
 )
 from tests.tiny import masked_square_loss
@@ -57,7 +57,7 @@ def parameter(names, split_axes=()):
 def test_a_placement_follows_from_the_roles():
     mesh = abstract_mesh({"data": 2, "context": 4, "expert": 2, "model": 2}, 32)
     names = ("expert", ("data", "context"), "model")
-    placement = route_parameter(Placement(names), parameter(names), TOKENS, mesh)
+    placement = parameter_sharding(Placement(names), parameter(names), TOKENS, mesh)
     assert placement.mean_axes == ("data", "context")
     assert placement.shard_only_axes == ("model",)
     assert (placement.sum_axes, placement.divisor) == ((), 1)
@@ -72,8 +72,8 @@ def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
     }
     infos = split_over_stages(infos, frozenset({"layers"}), "stage")
     assert infos["layers"].unsharded_dims == frozenset()
-    layers = route_parameter(Placement(("stage", "data")), infos["layers"], roles, mesh)
-    head = route_parameter(Placement((None, "data")), infos["head"], roles, mesh)
+    layers = parameter_sharding(Placement(("stage", "data")), infos["layers"], roles, mesh)
+    head = parameter_sharding(Placement((None, "data")), infos["head"], roles, mesh)
     assert (layers.sum_axes, layers.shard_only_axes, layers.mean_axes) == ((), (), ("data",))
     assert (head.sum_axes, head.shard_only_axes, head.mean_axes) == (("stage",), (), ("data",))
 
@@ -81,7 +81,7 @@ def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
 def test_a_split_parameter_is_neither_gathered_nor_averaged_over_its_axes():
     mesh = abstract_mesh({"data": 2, "context": 4, "expert": 2, "model": 2}, 32)
     info = parameter(("context", None, "model"), {"context", "model"})
-    placement = route_parameter(Placement(("context", "data", "model")), info, TOKENS, mesh)
+    placement = parameter_sharding(Placement(("context", "data", "model")), info, TOKENS, mesh)
     assert placement.mean_axes == ("data",)
     assert placement.shard_only_axes == ()
     assert placement.divisor == 4
@@ -164,7 +164,7 @@ def test_a_device_has_two_half_blocks_of_each_sequence(devices8, size):
 def test_how_a_gradient_is_reduced_belongs_to_its_placement(devices8):
     mesh = make_mesh({"data": 2, "stage": 2, "expert": 2}, devices8)
     mode = Manual(mesh, ("data",))
-    place = Route((None,), mean_axes=("data",), sum_axes=("stage", "expert"), divisor=5)
+    place = ParameterSharding((None,), mean_axes=("data",), sum_axes=("stage", "expert"), divisor=5)
 
     def part(g):
         return mode.sync(place, g, mode.scatter(place, g, g))

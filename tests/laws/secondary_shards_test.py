@@ -15,7 +15,7 @@ from manualpar import Batch, fsdp, hsdp, make_mesh
 from manualpar.inspect import (
     bytes_by_axes,
     ledger,
-    of_parameters,
+    parameter_collectives,
     step_bytes,
     total_bytes,
     trace_collectives,
@@ -48,9 +48,9 @@ def build(mesh, devices, *, model=None, builder=fsdp, **options):
     return builder(model or Classifier(), tx, loss_fn, **options)
 
 
-def parameter_collectives(program):
+def counted_collectives(program):
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    return of_parameters(trace_collectives(traced))
+    return parameter_collectives(trace_collectives(traced))
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_layers_of_a_transformer_gather_again_within_the_group(
     program, params = train(mesh=mesh)
     _, expected = train(mesh=mesh, regather_axes=(), axis_by_axis=True)
     chex.assert_trees_all_equal(params, expected)
-    found = parameter_collectives(program)
+    found = counted_collectives(program)
     again = [one for one in found if one.purpose == "regather_params"]
     assert again
     assert {one.axes for one in again} == {("data",)}
@@ -105,12 +105,12 @@ def test_layers_of_a_transformer_gather_again_within_the_group(
 @pytest.mark.parametrize("mesh", [slow_unless([(MESHES[0],)], mesh) for mesh in MESHES], ids=str)
 def test_slow_links_carry_a_gather_and_a_gradient(devices8, mesh, options):
     program = build(mesh, devices8, model=Bare(), **options)
-    sent, closed = bytes_by_axes(parameter_collectives(program)), step_bytes(program)
+    sent, closed = bytes_by_axes(counted_collectives(program)), step_bytes(program)
     # The first kernel is not gathered again, because the gradient of the inputs is not needed.
     first = build(mesh, devices8, model=Bare(), keep_gathered=("Dense_0",))
     assert sent.get(("node",), 0) == closed.get(("node",), 0)
     assert sent.get(("data",), 0) <= closed.get(("data",), 0)
-    assert bytes_by_axes(parameter_collectives(first)) == step_bytes(first)
+    assert bytes_by_axes(counted_collectives(first)) == step_bytes(first)
     if not options and mesh["node"] > 1:
         kept = build(mesh, devices8, model=Bare(), regather_axes=(), axis_by_axis=True)
         bytes_of_kept = step_bytes(kept)
@@ -139,6 +139,6 @@ def test_the_compiler_sends_as_much(devices8, codes):
 def test_groups_may_be_replicated_too(devices8):
     mesh = {"replica": 2, "data": 2, "node": 2}
     program = build(mesh, devices8, builder=hsdp)
-    assert {c.axes for c in parameter_collectives(program) if c.purpose == "regather_params"} == {
+    assert {c.axes for c in counted_collectives(program) if c.purpose == "regather_params"} == {
         ("data",)
     }

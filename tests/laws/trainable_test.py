@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, Pipeline, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.modes.strategy import MODES
 from manualpar.core.trees import path_name
-from manualpar.inspect import bytes_by_axes, ledger, of_parameters, state_bytes, step_bytes
+from manualpar.inspect import bytes_by_axes, ledger, parameter_collectives, state_bytes, step_bytes
 from manualpar.inspect.memory import step_memory
 from manualpar.inspect.state_layout import trained_parts
 from manualpar.models import Context, Experts, Split, Transformer
@@ -152,7 +152,7 @@ def test_pipelines_skip_the_gradients_of_what_is_frozen(devices8, globs, name, m
     program = pipelined.build(name, mesh, trainable=globs, **fields)
     for stage in range(mesh["stage"]):
         found = ledger(program, stage=stage)
-        sent = bytes_by_axes(of_parameters(found.collectives))
+        sent = bytes_by_axes(parameter_collectives(found.collectives))
         expected = {axes: x for axes, x in found.predicted.items() if x}
         bound = name in ("reshard", "hsdp")
         assert sent.keys() <= expected.keys() | {axes for axes, x in sent.items() if not x}

@@ -1,4 +1,4 @@
-"""What a split transformer sends: the closed form, the traced and the compiled step, exactly."""
+"""What a split transformer sends: the formula, the traced and the compiled step, exactly."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from manualpar.inspect import (
     Ledger,
     bytes_by_axes,
     ledger,
-    of_parameters,
+    parameter_collectives,
     step_bytes,
     total_bytes,
 )
@@ -84,7 +84,7 @@ def build(
 def check(program: Program, *, compile: bool = False, stage: int | None = None) -> Ledger:
     """Whether everything over the model axis, and all that is for parameters, is predicted."""
     found = ledger(program, compile=compile, stage=stage)
-    parameters = of_parameters(found.collectives)
+    parameters = parameter_collectives(found.collectives)
     axes = [("model",), ("expert",), ("context",), ("stage",)]
     layers = [x for x in found.collectives if x.axes in axes and x not in parameters]
     if program.mesh.shape["data"] == 1:  # Then examples are spread over one of these two alone.
@@ -240,7 +240,7 @@ def test_what_layers_on_stages_send_is_predicted(devices8, name, mesh, fields, k
 
 
 @pytest.mark.slow
-def test_what_has_no_closed_form_is_refused(devices8):
+def test_what_has_no_formula_is_refused(devices8):
     program = build("dp", {"stage": 2, "data": 1, "context": 2}, minibatches=2, **STAGES, **CONTEXT)
     with pytest.raises(ValueError, match=r"transformer_sends: bos_token=1, expected -1"):
         transformer_sends(program, program.abstract_state.apply_fn.__self__)

@@ -111,6 +111,25 @@ def test_other_instructions_take_xlas_estimate_or_the_time_of_their_bytes() -> N
     assert cycles(module, computation, computation["all-gather-done.2"]) is None
 
 
+def test_an_estimate_that_no_arithmetic_explains_is_not_used() -> None:
+    """XLA priced the backward pass of a small LayerNorm at seconds."""
+    module = parse_module(LAYERS)
+    computation = module.computations[module.entry]
+    sliced = computation["wrapped_slice"]
+    moved = 2 * 2 * 512 * 2048 / (H100.hbm_bandwidth * H100.hbm_efficiency)
+
+    def cycles(microseconds: str, kind: str) -> int | None:
+        attributes = re.sub(
+            r'"exec_time_us":[\d.]+', f'"exec_time_us":{microseconds}', sliced.attributes
+        )
+        attributes = re.sub(r"kind=\w+", f"kind={kind}", attributes)
+        return gpu_cycles(H100)(module, computation, sliced._replace(attributes=attributes))
+
+    assert cycles("3253636.6", "kCustom") == round(moved * 1e9)
+    assert cycles("50.0", "kCustom") == 50_000
+    assert cycles("3253636.6", "kLoop") == round(3253636.6 * 1e3)
+
+
 STACK = """HloModule stack, is_scheduled=true, num_partitions=1
 
 %push (stack: bf16[24,1024,2048], layer: bf16[1024,2048], i: s32[]) -> bf16[24,1024,2048] {

@@ -14,7 +14,7 @@ from manualpar.inspect.memory import Memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.inspect.throughput import Throughput
 from manualpar.layers.pipeline.schedules import make_table
-from manualpar.planner.hardware import Chip, Network
+from manualpar.planner.hardware import Chip, Network, chip_named
 from manualpar.planner.roofline import compute_seconds, estimate
 from manualpar.planner.step_work import PartWork, PipelineWork, StepWork
 from manualpar.planner.timed_collectives import is_made_an_all_reduce
@@ -273,6 +273,55 @@ def test_a_fused_kernel_has_a_share_of_its_own():
     plan = estimate(_work((), fused), Topology(chip, (8,)))
     assert plan.compute_seconds == pytest.approx(10 + 20)
     assert "a kernel of attention 50%" in plan.assumptions[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "gain", "transposes"),
+    [
+        ("h200", "float8_e4m3fn", 1.79, True),
+        ("b200", "float8_e5m2", 1.79, False),
+        ("b200", "int8", 1.79, False),
+        ("a100", "float8_e4m3fn", 1.0, False),  # It has none, and multiplies in bfloat16.
+        ("a100", "int8", 1.79, False),
+        ("v5e", "float8_e4m3fn", 1.0, False),
+        ("v6e", "int8", 1.79, False),
+        ("v4", "int8", 1.0, False),  # Its peak is that of bfloat16.
+    ],
+)
+def test_products_in_eight_bits_have_peaks_of_their_own(name, dtype, gain, transposes):
+    chip = chip_named(name)
+    wide = Product("jvp(Model)/up", 1e15, 0.0, "bfloat16")
+    took = compute_seconds([wide], chip, ["forward"])
+    assert took / compute_seconds([wide._replace(dtype=dtype)], chip, ["forward"]) == (
+        pytest.approx(gain, rel=0.01)
+    )
+    turned = Product("jvp(Model)/up", 0.0, 2e9, dtype, change="transposed")
+    expected = 2e9 / 0.377e12 if transposes else 0.0
+    assert compute_seconds([turned], chip, ["forward"]) == pytest.approx(expected)
+
+
+def test_a_plan_says_how_fast_eight_bits_are_and_names_the_layers_that_they_slow_down():
+    """An MFU stays relative to the peak of bfloat16, so that programs can be compared."""
+    dtype, topology = "float8_e4m3fn", parse_topology("h200:8")
+
+    def layer(name, flops, rounded):
+        scope = f"jvp(Model)/{name}"
+        made = Product(scope, 0.0, rounded, dtype, change="rounded")
+        return Product(scope, flops, 0.0, dtype), made
+
+    head = Product("jvp(Model)/head", 1e12, 0.0, "bfloat16")
+    work = _work((), [head, *layer("up", 1e15, 1e9), *layer("key", 1e12, 1e10)])
+    plan = estimate(work, topology)
+    [said] = [x for x in plan.assumptions if "in float8_e4m3fn" in x]
+    assert "1,316 TFLOP/s" in said
+    assert "rounded at 1.7 TB/s, and weights in float8 transposed at 0.38 TB/s" in said
+    [note] = [x for x in plan.notes if "take longer than with products in bfloat16" in x]
+    assert "key" in note
+    assert "up (" not in note
+    one = estimate(_work((), [head._replace(flops=2.001e15 - 1e15)]), topology)
+    assert plan.mfu * plan.step_seconds == pytest.approx(one.mfu * one.step_seconds)
+    without = estimate(work, parse_topology("a100:8"))
+    assert any("as bfloat16: a100 has no such products" in x for x in without.assumptions)
 
 
 def _stages(*products, collectives=()):

@@ -9,9 +9,9 @@ import rich.console
 
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.plan import PlannedCollective, StepEstimate
-from manualpar.plans.closed_form.layout import Layout
+from manualpar.plans.layouts.layout import Layout
 from manualpar.plans.plan_report import (
-    print_closed_form,
+    print_formula,
     print_plans,
     print_search,
     print_sources,
@@ -132,11 +132,11 @@ def test_a_search_of_layouts_has_the_wait_for_stages_and_its_assumptions():
     times = ["500 ms", "200 ms", "100 ms", "200 ms", "-", "512 MiB"]
     assert ["stage=2 x data=4", "8 minibatches, 3 chunks, remat full, by step", *times] in lines
     assert not [line for line in lines if line[0].startswith("~")]
-    words = str(_shown(lambda c: print_closed_form(c, gather_code="int8", reduce_code="int4")))
+    words = str(_shown(lambda c: print_formula(c, gather_code="int8", reduce_code="int4")))
     assert (
         "Sent quantized: gathered parameters as codes of int8, gradients as codes of int4" in words
     )
-    words = str(_shown(lambda c: print_closed_form(c, gather_code="", reduce_code="")))
+    words = str(_shown(lambda c: print_formula(c, gather_code="", reduce_code="")))
     assert "quantized" not in words
 
 
@@ -146,7 +146,7 @@ def test_flags_are_as_a_shell_takes_them():
     console = rich.console.Console(file=io.StringIO(), width=120)
     print_traced(console, outcome, "the builder says no.", flags)
     text = " ".join(console.file.getvalue().split())
-    assert "stage=2 x data=4: 500 ms by the closed form, no program: the builder says no." in text
+    assert "stage=2 x data=4: 500 ms by formula, no program: the builder says no." in text
     assert shlex.split(text)[-2:] == flags
 
 

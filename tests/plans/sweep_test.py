@@ -7,6 +7,8 @@ import math
 import ml_collections
 import pytest
 
+from manualpar.core.modes.layer_loops import CHOICES, planned_memory
+from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.planner.roofline import estimate
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.plans.sweep import (
@@ -215,6 +217,20 @@ def test_the_chips_say_whether_attention_is_a_kernel(
     config.parallel.update(parallel)
     chip = parse_topology(topology).chip
     assert has_kernel(make_task(config).model, program, chip) == expected
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+def test_a_plan_without_a_compiler_chooses_layers_as_the_chip_would(language_builder, topology):
+    """A plan for TPUs took those of a CPU: layers that keep everything."""
+    config = _with_mesh(language_builder, **DATA)
+    config.model.remat, config.model.scan_layers = "auto", True
+    with planned_memory(2**40):
+        program = prepare(config, devices=parse_topology(topology).abstract_devices).program
+        jaxpr = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
+    expected = CHOICES["tpu" if topology.startswith("v5e") else "gpu"][0]
+    assert program.layer_choice == expected._replace(why=program.layer_choice.why)
+    # Attention stays in blocks, from which the roofline reads what it computes.
+    assert not any(eqn.primitive.name == "pallas_call" for eqn in all_equations(jaxpr.jaxpr))
 
 
 def test_documents_of_long_sequences_are_a_kernel_that_needs_no_mask(language_builder):

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.inspect import bytes_by_axes, parameter_collectives, step_bytes, trace_collectives
 from manualpar.models import Context, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.flat_fields import nest_fields
@@ -115,7 +115,9 @@ def test_what_is_left_out_comes_later(devices8, name, mesh):
     ReplicaSentinel(program.mesh, program.layout).check(state)
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     if program.strategy.gather_every == "step" or not program.strategy.reshard_after_forward:
-        assert bytes_by_axes(of_parameters(trace_collectives(traced))) == step_bytes(program)
+        assert bytes_by_axes(parameter_collectives(trace_collectives(traced))) == step_bytes(
+            program
+        )
 
 
 def bias(means, deviations, exact):

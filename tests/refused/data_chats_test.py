@@ -106,7 +106,7 @@ REFUSED = [
         ({"messages": ["a"]}, r"has a message 1 whose role is missing, expected a text"),
         (
             {"messages": [{"role": "user", "content": ["a"]}]},
-            r"has a message 1 whose content is of type list, expected a text",
+            r"has a message 1 whose content has a part of type .str., expected parts",
         ),
         ({"messages": CHAT[:2]}, r"has no answer to train on"),
         (

@@ -89,7 +89,8 @@ def generate(arguments, tokenizer=None, rotary=NO_ROTARY):
     """Calls a generator with prompts that it refuses before it runs a step."""
     prompts, options = arguments
     model = Transformer(vocab_size=260, bos_token=256, rotary=rotary)
-    steps = types.SimpleNamespace(model=model, row_devices=2, adopt=lambda state: state)
+    steps = types.SimpleNamespace(model=model, row_devices=2, bos_token=256)
+    steps.adopt = lambda state: state
     state = types.SimpleNamespace(params={}, collections={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "CachedSteps", lambda program: steps)

@@ -12,7 +12,7 @@ from manualpar.models import Transformer, flops_per_token
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.flat_fields import with_fields
 from manualpar.planner.topology import parse_topology
-from manualpar.plans.closed_form.layout_estimate import LayoutEstimator
+from manualpar.plans.layouts.layout_estimate import LayoutEstimator
 from tests.models import split_layers
 from tests.models.transformer_families import LATENT
 from tests.refused.sentences import cases

@@ -12,10 +12,10 @@ from manualpar.planner.compiled_timeline import on_all_links, read_timeline
 from manualpar.planner.hardware import CHIPS, chip_named
 from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import parse_topology, place_axes
-from manualpar.plans.closed_form.layout import Layout
-from manualpar.plans.closed_form.layout_estimate import estimate_layout
 from manualpar.plans.compiler_process import CompilerError
 from manualpar.plans.gpu_compiler import compile_for_gpu
+from manualpar.plans.layouts.layout import Layout
+from manualpar.plans.layouts.layout_estimate import estimate_layout
 from manualpar.plans.planned_experiment import prepare_planned
 from manualpar.plans.sweep import Builder, sweep
 from manualpar.plans.tpu_compiler import compile_for_tpu

@@ -131,6 +131,8 @@ WRONG = (
     ("optimizer.arguments", {"weight_decay": 0.1}, "which config.optimizer.weight_decay sets; se"),
     ("optimizer.arguments", {"learning_rate": 1.0}, "which config.optimizer.learning_rate sets"),
     ("optimizer.arguments", {"mask": True}, "has 'mask', which config.optimizer.decay_mask sets;"),
+    ("optimizer.qk_clip", -1.0, "config.optimizer.qk_clip is -1.0, expected"),
+    ("optimizer.matrices", ("*",), "config.optimizer.matrices is ('*',) and config.optimizer.name"),
     ("optimizer.decay_mask", "*", "config.optimizer.decay_mask is '*', expected a tuple of globs"),
     ("optimizer.warmup_steps", 1001, "and config.training.num_steps is 1000, expected at most as"),
     ("optimizer.warmup_steps", 1001, "the warm-up would be longer than the run; set --config.opti"),
@@ -279,7 +281,7 @@ REFUSED = [
         "layers",
         check_language_model,
         (
-            {"model.scan_layers": True, "optimizer.name": "muon"},
+            {"model.scan_layers": True, "optimizer.name": "galore", "optimizer.weight_decay": 0.0},
             "config.model.scan_layers is True, expected False, because the optimizer treats each",
         ),
         ({"model.num_layers": 10**6}, r"by itself; or set config\.model\.scan_layers=True"),
@@ -342,6 +344,17 @@ REFUSED = [
                 {"optimizer.decay_mask": ("*kernel", "!*embedding*")},
                 "config.optimizer.decay_mask has '!*embedding*', which matches no parameter, "
                 "expected globs on the parameters' paths",
+            ),
+            (
+                {"optimizer.name": "muon", "optimizer.matrices": ("!output_dens/*",)},
+                "config.optimizer.matrices has '!output_dens/*', which matches no parameter, "
+                "expected globs on the parameters' paths such as '*kernel' and '!head/*'; the "
+                "nearest one is 'output_dense/",
+            ),
+            (
+                {"optimizer.name": "muon", "optimizer.matrices": ("output_dense/bias",)},
+                "config.optimizer.matrices has 'output_dense/bias', a parameter of shape (10,), "
+                "expected a matrix",
             ),
             (
                 {"optimizer.name": "sophia"},

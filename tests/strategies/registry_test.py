@@ -16,7 +16,7 @@ from manualpar.commands.command_line import parse_command_line
 from manualpar.commands.inspect_command import INSPECTING, inspect_command
 from manualpar.commands.plan_command import PLANNING, plan_command
 from manualpar.commands.train_command import run_command
-from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.inspect import bytes_by_axes, parameter_collectives, step_bytes, trace_collectives
 from manualpar.planner.topology import parse_topology
 from manualpar.plans import sweep
 from manualpar.strategies import Field, register, registry, strategy_kinds
@@ -72,7 +72,7 @@ def test_a_config_trains_with_it_and_saves_what_it_stores(capsys):
     assert json.loads(Path("run/config.json").read_text())["parallel"]["strategy"] == NAME
 
 
-def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
+def test_it_is_inspected_and_sends_what_its_formula_says(capsys):
     flags = (*SMALL, "--nocompile", "--devices=8")
     command = parse_command_line(
         ["program", _own_config(), *flags],
@@ -86,7 +86,7 @@ def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
         jnp.dtype("bfloat16")
     }
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
+    sent = bytes_by_axes(parameter_collectives(trace_collectives(traced)))
     assert sent == step_bytes(program)
     whole = prepare(load_config(find_config("zero"))).program
     assert 2 * sum(sent.values()) == sum(step_bytes(whole).values())

@@ -1,5 +1,6 @@
 """The optimizer and schedule of a config are those that optax makes by hand."""
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -13,7 +14,9 @@ import optax
 import optax.contrib
 import pytest
 
-from configs import fsdp
+from configs import fsdp, fsdp_lm
+from manualpar import make_mesh
+from manualpar.core.parameters.placement import describe_parameters, matrix_of
 from manualpar.models import Classifier
 from manualpar.training.config import check_config, complete_config
 from manualpar.training.experiment import prepare
@@ -187,7 +190,7 @@ def test_globs_name_the_parameters_to_decay_and_those_to_spare(globs, decayed):
 def test_weight_decay_moves_kernels_by_its_share_and_biases_not_at_all():
     params = Classifier(hidden_size=4).init(jax.random.key(0), jnp.ones((1, 3)), train=False)
     params = jax.tree.map(lambda x: x + 1.0, params["params"])
-    tx = make_optimizer(config_with(), lambda _: 0.5)
+    tx = make_optimizer(config_with(), lambda _: 0.5, described(params))
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     for layer in params:
         np.testing.assert_allclose(updates[layer]["bias"], 0)
@@ -202,6 +205,12 @@ PARAMS = {
     "dense": {"kernel": jnp.sin(jnp.arange(12.0) ** 2).reshape(4, 3), "bias": jnp.ones(3)},
     "heads": {"kernel": jnp.cos(jnp.arange(12.0) ** 2).reshape(2, 3, 2)},
 }
+
+
+def described(params):
+    """The parameters as a program describes those of a module that it does not know."""
+    infos = describe_parameters(params, {}, make_mesh({"data": 1}), ())
+    return jax.tree.map(lambda x: dataclasses.replace(x, matrix=matrix_of(x, None)), infos)
 
 
 def quadratic(params):
@@ -268,7 +277,7 @@ def test_an_optimizer_is_what_optax_makes(name):
             fields, schedule = fields | {"warmup_steps": 0}, {"name": "constant_schedule"}
         config = config_with(optimizer=fields, schedule=schedule)
         rate = PEAK if name in ONLY_NUMBERS else make_schedule(config)
-        tx = make_optimizer(config, make_schedule(config))
+        tx = make_optimizer(config, make_schedule(config), described(PARAMS))
         assert_equal(tx, OF_OPTAX[name](rate, **by_hand))
 
 
@@ -323,7 +332,7 @@ def prepare_silently(**groups):
 def test_arguments_reach_the_optimizer(fields, by_hand):
     config = config_with(optimizer=fields)
     schedule = make_schedule(config)
-    assert_equal(make_optimizer(config, schedule), by_hand(schedule))
+    assert_equal(make_optimizer(config, schedule, described(PARAMS)), by_hand(schedule))
 
 
 def test_muon_decays_each_marked_parameter_once():
@@ -331,7 +340,7 @@ def test_muon_decays_each_marked_parameter_once():
     config = config_with(optimizer={"name": "muon"}, schedule={"name": "constant_schedule"})
 
     def update(config):
-        tx = make_optimizer(config, make_schedule(config))
+        tx = make_optimizer(config, make_schedule(config), described(PARAMS))
         zeros = jax.tree.map(jnp.zeros_like, PARAMS)
         return jax.jit(lambda: tx.update(zeros, tx.init(PARAMS), PARAMS)[0])()
 
@@ -340,6 +349,63 @@ def test_muon_decays_each_marked_parameter_once():
         expected = -PEAK / 4 * DECAY * PARAMS[layer]["kernel"]
         np.testing.assert_allclose(moved[layer]["kernel"], expected, rtol=1e-5)
     np.testing.assert_array_equal(moved["dense"]["bias"], 0)
+
+
+SCANNED = {"num_layers": 2, "hidden_size": 8, "mlp_size": 16, "num_heads": 2, "num_kv_heads": 1}
+
+
+@pytest.mark.parametrize("globs", [(), pytest.param(("!*down*",), marks=pytest.mark.slow)])
+def test_muon_of_a_scanned_transformer_is_that_of_optax_with_dims_by_hand(globs):
+    config = fsdp_lm.get_config()
+    config.model.update({"scan_layers": True, "tied_head": False} | SCANNED)
+    config.data.sequence_length = 8
+    config.optimizer.update({"weight_decay": DECAY, "clip_norm": 0.0})
+    with config.unlocked():
+        config.optimizer.update({"name": "muon", "matrices": globs})
+        config.schedule = ml_collections.ConfigDict({"name": "constant_schedule"})
+    config.optimizer.warmup_steps = 0
+    program = prepare(config, devices=1).program
+    dims = optax.contrib.MuonDimensionNumbers
+    kernels = {
+        **dict.fromkeys(("query", "key", "value"), dims((1,), (2, 3))),
+        "gate": dims(1, 2),
+        "up": dims(1, 2),
+        "down": None if globs else dims(1, 2),
+        "out": dims((1, 2), (3,)),
+    }
+    params = program.unpadded_state.params
+    keys = iter(jax.random.split(jax.random.key(0), 2 * len(program.parameters)))
+    params, grads = (
+        jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params) for _ in "pg"
+    )
+    names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    tree = jax.tree.map_with_path(
+        lambda path, _: kernels.get(names(path).split("/")[-2]) if len(path) > 2 else None, params
+    )
+    assert tree["embedding"] is tree["head"] is None
+
+    @jax.jit
+    def updates(params, grads):
+        muon = optax.contrib.muon(
+            config.optimizer.learning_rate,
+            weight_decay=DECAY,
+            weight_decay_mask=weight_decay_mask,
+            muon_weight_dimension_numbers=tree,
+        )
+        ours = program.abstract_state.tx
+        return [tx.update(grads, tx.init(params), params)[0] for tx in (ours, muon)]
+
+    ours, by_hand = updates(params, grads)
+    rate, decays = config.optimizer.learning_rate, weight_decay_mask(params)
+    by_hand = jax.tree.map(
+        lambda matrix, x, update, is_decayed: (
+            update - rate * DECAY * x if matrix is None and is_decayed else update
+        ),
+        *(tree, params, by_hand, decays),
+        is_leaf=lambda x: x is None or isinstance(x, dims),
+    )
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(assert_close, ours, by_hand)
 
 
 @pytest.mark.parametrize(

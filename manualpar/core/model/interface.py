@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from manualpar.core.mesh.axes import AxisName, axis_tuple, is_axis_bound
 from manualpar.core.mesh.splitting import fold_rng_over_axis
 from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.parameters.placement import Declared, MatrixDims, as_matrix
 from manualpar.core.tracing.scopes import TENSOR_SCOPE
 from manualpar.core.tracing.thread_patches import replaced_in_thread
 from manualpar.core.trees import Batch, Variables
@@ -224,6 +225,17 @@ class ModelInterface(abc.ABC):
         """Returns the model without such values, and their paths, after a trace of its calls."""
         return self, frozenset()
 
+    def declared(
+        self, noted: Mapping[str, Declared], params: Mapping[str, Any]
+    ) -> Mapping[str, Declared]:
+        """Returns how modules declare the parameters, by path.
+
+        `noted` has the parameters that modules of Linen made, see `noting_declared`; `params` has
+        the abstract parameters by path. Parameters of unknown modules are left out.
+        """
+        del params
+        return noted
+
     def check(self, trace: Callable[["ModelInterface"], None]) -> None:
         """Refuses a model that would compute wrong results on the mesh.
 
@@ -405,3 +417,83 @@ def without_sown(variables: Mapping[str, Any], sown: set[SownPath]) -> dict[str,
 def _is_empty(tree: Any, before: Any) -> bool:
     """Returns whether a mapping has lost all of its entries."""
     return isinstance(tree, Mapping) and not tree and bool(before)
+
+
+# -------------------------------------------------------------------------------------------------
+# Learns from a Linen model which dims of its parameters are the inputs and outputs of products.
+#
+# A module knows its kernel: `nn.DenseGeneral(features=(4, 8))` has two output dims. An optimizer
+# that works on matrices needs these dims, and a loop hides them: it stacks a kernel `[D, F]` to
+# `[L, D, F]`, and a bias `[F]` to `[L, F]`. So parameters are noted where modules make them.
+
+
+@contextlib.contextmanager
+def noting_declared() -> Iterator[dict[str, Declared]]:
+    """Notes, by path, the parameters that Linen modules make in this thread in the context."""
+    noted: dict[str, Declared] = {}
+
+    def replacement(_: str, old: Callable[..., Any]) -> Callable[..., Any]:
+        def param(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+            value = old(module, name, *args, **kwargs)
+            shape = getattr(nn.unbox(value), "shape", None)
+            if module.scope is not None and shape is not None:
+                path = "/".join((*module.scope.path, name))
+                noted[path] = Declared(shape, _matrix_of_linen(module, name, path, shape))
+            return value
+
+        return param
+
+    with replaced_in_thread([(nn.Module, "param")], replacement):
+        yield noted
+
+
+def _matrix_of_linen(
+    module: Any, name: str, path: str, shape: tuple[int, ...]
+) -> MatrixDims | None:
+    # The class first: flax intercepts the lookup of an attribute that a module does not have.
+    own = module.matrix_dims if hasattr(type(module), "matrix_dims") else {}
+    if name in own:
+        found: MatrixDims | None = own[name]
+        return found
+    last, dims = len(shape) - 1, tuple(range(len(shape)))
+    if isinstance(module, nn.Embed):
+        return MatrixDims((0,), (1,), hidden=False)
+    if isinstance(module, nn.Dense):
+        return MatrixDims((0,), (1,)) if name == "kernel" else None
+    if isinstance(module, nn.DenseGeneral):
+        batch = len(axis_dims(module.batch_dims))
+        first = len(shape) - len(axis_dims(module.features))
+        return MatrixDims(dims[batch:first], dims[first:]) if name == "kernel" else None
+    if isinstance(module, nn.Conv | nn.ConvTranspose):
+        # Groups are blocks on the diagonal of a matrix, and not dims of the kernel.
+        if name != "kernel" or getattr(module, "feature_group_count", 1) > 1:
+            return None
+        return of_convolution(len(shape), flipped=getattr(module, "transpose_kernel", False))
+    if isinstance(module, nn.ConvLocal):  # Its kernel has the positions in front.
+        return MatrixDims((last - 1,), (last,)) if name == "kernel" else None
+    if isinstance(module, nn.Einsum) and module.einsum_str:
+        return of_einsum(module.einsum_str) if name == "kernel" else None
+    return as_matrix(path, len(shape))
+
+
+def axis_dims(dims: Any) -> tuple[int, ...]:
+    """Returns a layer's dims, which may be one number, as a tuple."""
+    return (dims,) if isinstance(dims, int) else tuple(dims)
+
+
+def of_convolution(number_of_dims: int, *, flipped: bool = False) -> MatrixDims:
+    """Returns the dims of a kernel `[..., in, out]`; with `flipped` of `[..., out, in]`."""
+    *window, one, other = range(number_of_dims)
+    inputs, outputs = (other, one) if flipped else (one, other)
+    return MatrixDims((*window, inputs), (outputs,))
+
+
+def of_einsum(text: str) -> MatrixDims | None:
+    """Returns the dims of the kernel in `input,kernel->result`; `None` if it is no matrix."""
+    operands, _, result = "".join(text.split()).partition("->")
+    x, _, kernel = operands.partition(",")
+    if not result or "." in kernel:
+        return None
+    inputs = [dim for dim, name in enumerate(kernel) if name in x and name not in result]
+    outputs = [dim for dim, name in enumerate(kernel) if name in result and name not in x]
+    return MatrixDims(tuple(inputs), tuple(outputs)) if inputs and outputs else None

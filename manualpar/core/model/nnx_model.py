@@ -41,10 +41,13 @@ from manualpar.core.model.interface import (
     SplitAttention,
     interface_of,
     key_like,
+    of_convolution,
+    of_einsum,
     register_interface,
 )
 from manualpar.core.model.loss_function import for_nnx
 from manualpar.core.parameters.annotations import AxesOrLogicalNames, SplitParameter
+from manualpar.core.parameters.placement import Declared, MatrixDims
 from manualpar.core.parameters.sharded_parameter import OF_SHAPE, ArrayBox, LastRead
 from manualpar.core.tracing.thread_patches import replaced_in_thread
 
@@ -677,6 +680,19 @@ class NNXModel(ModelInterface):
         rest: Any = {**self._parts(make), "earlier_sows": set()}
         return dataclasses.replace(self, **rest), frozenset(sown)
 
+    def declared(
+        self, noted: Mapping[str, Declared], params: Mapping[str, Any]
+    ) -> Mapping[str, Declared]:
+        """Returns how the layers of NNX in the module declare their parameters, by path."""
+        found = dict(noted)
+        for path, part in nnx.iter_modules(self.module):
+            for name in vars(part):
+                key = path_text((*path, name))
+                declared = _declared(part, name) if key in params else None
+                if declared is not None:
+                    found[key] = declared
+        return found
+
     @classmethod
     def collections_of(cls, variables: Any) -> Mapping[str, Any] | None:
         """Returns the arrays of a module or an `nnx.State`, without the random streams."""
@@ -898,6 +914,43 @@ def _types_named(collection: str) -> list[type[nnx.Variable[Any]]]:
 
 def _with_subclasses(base: Any) -> set[Any]:
     return {base}.union(*map(_with_subclasses, base.__subclasses__()))
+
+
+# The dims of a layer's kernel.
+
+_NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
+
+
+def _declared(layer: Any, name: str) -> Declared | None:
+    """Returns how a layer makes its parameter `name`; `None` for a layer that flax did not write.
+
+    Loops stack the layer's parameters, and do not change its other attributes.
+    """
+    own = getattr(layer, "matrix_dims", {})
+    if name in own:
+        return Declared(None, own[name])
+    if isinstance(layer, nnx.Embed):
+        matrix = MatrixDims((0,), (1,), hidden=False)
+        return Declared((layer.num_embeddings, layer.features), matrix)
+    layers = nnx.Linear | nnx.LinearGeneral | nnx.Conv | nnx.ConvTranspose | nnx.Einsum
+    if isinstance(layer, _NORMS) or (isinstance(layer, layers) and name != "kernel"):
+        return Declared(None, None)
+    if isinstance(layer, nnx.Linear):
+        return Declared((layer.in_features, layer.out_features), MatrixDims((0,), (1,)))
+    if isinstance(layer, nnx.LinearGeneral):
+        sizes = tuple(layer.batch_axis.values()), layer.in_features, layer.out_features
+        batch, first = len(sizes[0]), len(sizes[0] + sizes[1])
+        shape = sizes[0] + sizes[1] + sizes[2]
+        dims = tuple(range(len(shape)))
+        return Declared(shape, MatrixDims(dims[batch:first], dims[first:]))
+    if isinstance(layer, nnx.Einsum):
+        return Declared(tuple(layer.kernel_shape), of_einsum(layer.einsum_str))
+    if isinstance(layer, nnx.Conv | nnx.ConvTranspose):
+        shape, flipped = tuple(layer.kernel_shape), getattr(layer, "transpose_kernel", False)
+        # Groups are blocks on the diagonal of a matrix, and not dims of the kernel.
+        is_whole = getattr(layer, "feature_group_count", 1) == 1
+        return Declared(shape, of_convolution(len(shape), flipped=flipped) if is_whole else None)
+    return None
 
 
 # Making a module from a key.

@@ -22,9 +22,9 @@ from manualpar.core.modes.strategy import ModeName, Stages
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
 from manualpar.core.parameters.collectives import (
-    CommPolicy,
     Format,
     GatherCode,
+    MixedPrecisionPolicy,
     Quantizer,
     ReduceCode,
 )
@@ -446,7 +446,7 @@ def choose_formats(
     strategy: str,
     options: Mapping[str, Any],
     make_quantizer: Callable[[ReduceCode | GatherCode | None], Quantizer | None],
-) -> tuple[StoredDtypes, CommPolicy]:
+) -> tuple[StoredDtypes, MixedPrecisionPolicy]:
     """Returns the dtypes in which parameters are stored, and the policy of their communication."""
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):
@@ -478,7 +478,7 @@ def choose_formats(
         code = options[f"{way}_code"]
         return Format(names[f"{way}_dtype"], make_quantizer(code))
 
-    comm = CommPolicy(format_of("gather"), format_of("reduce"), options["axis_by_axis"])
+    comm = MixedPrecisionPolicy(format_of("gather"), format_of("reduce"), options["axis_by_axis"])
     return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), comm
 
 

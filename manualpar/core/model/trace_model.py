@@ -36,6 +36,7 @@ from manualpar.core.model.interface import (
     SownPath,
     check_axis_aliases,
     interface_of,
+    noting_declared,
     recording_sows,
     without_sown,
 )
@@ -61,10 +62,13 @@ from manualpar.core.modes.variable_reduction import (
 from manualpar.core.parameters.annotations import SplitParameter, take_shared
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import (
+    Declared,
     ParameterInfo,
+    added_dims,
     computed_specs,
     describe_parameters,
     is_trained,
+    matrix_of,
     split_names,
     split_over_stages,
     strip_boxes,
@@ -302,7 +306,8 @@ class OtherModel:
       variables: The abstract variables by collection; annotated parameters are in boxes.
       infos: The tree of its parameters with a `ParameterInfo` at each leaf, if its own program
         places them; `None` if the program of the loss places them.
-      placements: The tree of its parameters with a `Route` at each leaf, or `None` likewise.
+      placements: The tree of its parameters with a `ParameterSharding` at each leaf, or `None`
+        likewise.
       sends: How often its own strategy sends a parameter, see `Strategy.sends`, or `None` likewise.
     """
 
@@ -859,7 +864,7 @@ def trace_model(
     init_args = options["init_args"]
     if init_args is None and not hasattr(batch, "inputs"):
         init_args = interface.first_call(finding_loss, batch)
-    with recording_sows() as sown:
+    with recording_sows() as sown, noting_declared() as noted:
         init, variables = initialisation(
             interface,
             batch,
@@ -936,11 +941,13 @@ def trace_model(
             "Use products without state, such as those of qwix."
         )
     stacked = tracer.stacked(pipeline) if pipeline else frozenset[str]()
+    by_path = {info.path: info for info in jax.tree.leaves(tracer.infos)}
+    declared = interface.declared(noted, by_path)
     # Stacked layers of a pipeline are in boxes, whether they are gathered or not.
     loop_dims = tracer.loop_dims(
         strategy,
         lambda info: is_gathered(info) or info.path in stacked,
-        is_reduced,
+        lambda info: is_reduced(info) or _may_have_loops(info, declared.get(info.path)),
         gathers_in_loss=gathers_in_loss and mode.writes_collectives,
     )
     infos = tracer.describe(tracer.boxed_params, loop_dims)
@@ -965,6 +972,7 @@ def trace_model(
         lambda info: dataclasses.replace(
             info,
             trainable=is_trained(info.path, trainable),
+            matrix=matrix_of(info, declared.get(info.path)),
             is_float8=info.path in of_float8,
         ),
         infos,
@@ -1058,6 +1066,13 @@ def _stored_as(stored_dtypes: StoredDtypes, other: OtherModel) -> OtherModel:
     cast = functools.partial(_cast, stored_dtypes, ("*",))
     params = jax.eval_shape(cast, other.variables["params"])
     return dataclasses.replace(other, variables={**other.variables, "params": params})
+
+
+def _may_have_loops(info: ParameterInfo, declared: Declared | None) -> bool:
+    """Returns whether only a trace can tell which dims of a possible matrix loops run over."""
+    if declared is not None and (declared.matrix is None or declared.shape is not None):
+        return bool(declared.matrix) and len(added_dims(info.shape, declared.shape or ())) > 1
+    return len(info.shape) > 1
 
 
 def _frozen_info(info: ParameterInfo) -> ParameterInfo:

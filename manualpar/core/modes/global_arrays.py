@@ -30,7 +30,7 @@ from manualpar.core.modes.gradients import Sums
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import Rule
-from manualpar.core.parameters.placement import Route, map_in_scopes
+from manualpar.core.parameters.placement import ParameterSharding, map_in_scopes
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
     boxed_axes,
@@ -105,14 +105,14 @@ class GlobalArrays(Mode):
     def _reshape(self, x: jax.Array, shape: tuple[int, ...], *names: Any) -> jax.Array:
         return self.constrain(jax.lax.reshape(x, shape), _full_spec(shape, names))
 
-    def scatter(self, place: Route, shard: Any, g: Any) -> Any:
+    def scatter(self, place: ParameterSharding, shard: Any, g: Any) -> Any:
         """Constrains a gradient to the sharding of its optimizer state, so that XLA scatters it."""
         if boxed_axes(g) == boxed_axes(shard):
             return g
         g = pad_leaf(g.value if is_box(g) else g, place.padding)
         return shard.replace(value=self.constrain(g, place.state_spec))
 
-    def sync(self, place: Route, shard: Any, g: Any) -> Any:
+    def sync(self, place: ParameterSharding, shard: Any, g: Any) -> Any:
         """Returns the gradient unchanged, because it already covers the global batch."""
         del place, shard
         return g
@@ -131,7 +131,7 @@ class GlobalArrays(Mode):
     def replicate(self, placements: Placements, params: Params) -> Any:
         """Constrains updated parameters to the parameters' specs, so that XLA gathers them."""
 
-        def gather(place: Route, x: jax.Array) -> jax.Array:
+        def gather(place: ParameterSharding, x: jax.Array) -> jax.Array:
             if place.state_names is None:
                 return x
             with jax.named_scope(NEW_PARAMS_SCOPE):
@@ -242,7 +242,7 @@ class Explicit(GlobalArrays):
 
         return run
 
-    def box(self, place: Route, x: jax.Array, *, as_state: bool = False) -> Any:
+    def box(self, place: ParameterSharding, x: jax.Array, *, as_state: bool = False) -> Any:
         """Boxes a parameter so that it is gathered over `place.split_axes` too.
 
         In this mode layers do not compute with shards, because their products would contract a dim

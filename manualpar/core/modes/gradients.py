@@ -15,7 +15,7 @@ axis, autodiff inserts a `psum` over that axis, once for every use and minibatch
 parameters are cast to *varying* first. Then gradients differ between devices while they are
 accumulated, and `sync_gradients` reduces them once. A gradient that is not reduced still varies,
 and `shard_map` refuses to return it as replicated. A parameter stays invariant only over the axes
-over which the backward pass of its gather takes the mean (`CommPolicy.averaged_axes`).
+over which the backward pass of its gather takes the mean (`MixedPrecisionPolicy.averaged_axes`).
 """
 
 import contextlib

@@ -19,7 +19,7 @@ from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import Rule, sync_collections
 from manualpar.core.parameters.placement import (
-    Route,
+    ParameterSharding,
     map_in_scopes,
     param_specs,
     state_specs,
@@ -66,14 +66,14 @@ class Manual(Mode):
         del roles
         return split_minibatches(batch, num_minibatches)
 
-    def scatter(self, place: Route, shard: Any, g: Any) -> Any:
+    def scatter(self, place: ParameterSharding, shard: Any, g: Any) -> Any:
         """Divides a gradient and scatters it, see `Mode`."""
         if place.divisor > 1:
             # Divides before quantization, so that residuals are errors of the mean on every mesh.
             g = jax.tree.map(lambda x: x / place.divisor, g)
         return g if boxed_axes(g) == boxed_axes(shard) else scatter_gradients(g, shard)
 
-    def sync(self, place: Route, shard: Any, g: Any) -> Any:
+    def sync(self, place: ParameterSharding, shard: Any, g: Any) -> Any:
         """Reduces a gradient over the axes of its placement. `scatter` explains the arguments."""
         return reduce_gradient(
             g,
@@ -96,7 +96,7 @@ class Manual(Mode):
         """Gathers updated parameters, which the optimizer leaves sharded like their gradients."""
         exact = dataclasses.replace(self, comm=self.comm.exact)
 
-        def gather(place: Route, x: Any) -> Any:
+        def gather(place: ParameterSharding, x: Any) -> Any:
             if place.state_names is None:
                 return x
             return replicate_shards(exact.box(place, x, as_state=True))

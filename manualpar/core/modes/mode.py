@@ -22,8 +22,8 @@ from manualpar.core.modes.gradients import Sums
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import Rule
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
-from manualpar.core.parameters.placement import Route
+from manualpar.core.parameters.collectives import EXACT, MixedPrecisionPolicy
+from manualpar.core.parameters.placement import ParameterSharding
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
 from manualpar.core.trees import Batch, Collections, Params, Placements, Specs
 
@@ -46,7 +46,7 @@ class Mode(abc.ABC):
 
     mesh: Mesh
     data_axes: tuple[str, ...]
-    comm: CommPolicy = EXACT
+    comm: MixedPrecisionPolicy = EXACT
     rules: Rules = ()
     outer_axes: tuple[str, ...] = ()
 
@@ -87,7 +87,7 @@ class Mode(abc.ABC):
     def split(self, batch: Batch, num_minibatches: int, roles: AxisRoles) -> Batch:
         """Splits `[B, ...]` leaves into `[M, B/M, ...]`, `M` minibatches; repeats scalars."""
 
-    def box(self, place: Route, x: jax.Array, *, as_state: bool = False) -> Any:
+    def box(self, place: ParameterSharding, x: jax.Array, *, as_state: bool = False) -> Any:
         """Boxes a parameter, so that it gathers itself where it is used.
 
         `x` is a device's shard, or the global array if XLA writes the collectives. With `as_state`,
@@ -113,7 +113,7 @@ class Mode(abc.ABC):
         )
 
     @abc.abstractmethod
-    def scatter(self, place: Route, shard: Any, g: Any) -> Any:
+    def scatter(self, place: ParameterSharding, shard: Any, g: Any) -> Any:
         """Divides a gradient by its placement's divisor, and scatters it.
 
         `place` is the placement of the parameter, and `g` its gradient. `shard` is the box that
@@ -122,7 +122,7 @@ class Mode(abc.ABC):
         """
 
     @abc.abstractmethod
-    def sync(self, place: Route, shard: Any, g: Any) -> Any:
+    def sync(self, place: ParameterSharding, shard: Any, g: Any) -> Any:
         """Reduces a gradient over the axes of its placement. `scatter` explains the arguments."""
 
     @abc.abstractmethod

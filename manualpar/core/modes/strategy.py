@@ -11,7 +11,7 @@ A strategy answers three questions.
 2. *When is it communicated?* A sharded parameter is gathered wherever it is used, or once a step.
    If it is gathered where it is used, the backward pass scatters its gradient. If it is replicated
    during the step, its gradient is scattered once a step, or once a minibatch.
-3. *How many times is it communicated?* `sends` is a closed form for the number of times that a step
+3. *How many times is it communicated?* `sends` is a formula for the number of times that a step
    sends each parameter. Tests compare this number with the collectives of the traced program.
 """
 

@@ -12,7 +12,7 @@ set of axes is in this file.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,12 @@ from manualpar.core.tracing.scopes import (
     REDUCE_SCOPE,
     SCATTER_SCOPE,
 )
+from manualpar.errors import old_names
 
 __all__ = [
-    "CommPolicy",
     "Format",
     "GatherCode",
+    "MixedPrecisionPolicy",
     "Quantizer",
     "ReduceCode",
     "agree_on_largest",
@@ -115,8 +116,10 @@ class Format:
 
 
 @dataclasses.dataclass(frozen=True)
-class CommPolicy:
-    """The formats in which values are sent, and whether collectives run axis by axis.
+class MixedPrecisionPolicy:
+    """The formats in which weights are gathered and gradients reduced, as in FSDP2.
+
+    A format has a quantizer as well, which FSDP2's policy of this name does not have.
 
     Attributes:
       gather: The format of parameters that are gathered. The model computes in the dtype of this
@@ -141,13 +144,13 @@ class CommPolicy:
         return (self.gather, self.reduce) != (Format(), Format())
 
     @property
-    def exact(self) -> "CommPolicy":
+    def exact(self) -> "MixedPrecisionPolicy":
         """The same policy without casts and quantizers."""
-        return CommPolicy(axis_by_axis=self.axis_by_axis)
+        return MixedPrecisionPolicy(axis_by_axis=self.axis_by_axis)
 
     def for_parameter(
         self, dtype: Any, *, trainable: bool = True, is_float8: bool = False
-    ) -> "CommPolicy":
+    ) -> "MixedPrecisionPolicy":
         """Returns the policy for a parameter with dtype `dtype`.
 
         A parameter that is not floating-point is sent as it is stored. A frozen parameter is cast
@@ -166,7 +169,7 @@ class CommPolicy:
         gather, reduce = (Format(quantizer=each.quantizer) for each in formats)
         return dataclasses.replace(policy, gather=gather, reduce=reduce)
 
-    def with_reduce_quantizer(self, quantizer: Quantizer | None) -> "CommPolicy":
+    def with_reduce_quantizer(self, quantizer: Quantizer | None) -> "MixedPrecisionPolicy":
         """Returns the policy with another quantizer of gradients."""
         return dataclasses.replace(self, reduce=Format(self.reduce.dtype, quantizer))
 
@@ -201,7 +204,7 @@ class CommPolicy:
         return tuple((axis,) for axis in axes) if self.axis_by_axis else (axes,)
 
 
-EXACT = CommPolicy()
+EXACT = MixedPrecisionPolicy()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -291,7 +294,7 @@ def gather_array_with_mean_grads(
     axis: int,
     axis_name: AxisName,
     *,
-    comm: CommPolicy = EXACT,
+    comm: MixedPrecisionPolicy = EXACT,
     largest: jax.Array | None = None,
 ) -> jax.Array:
     """Gathers the shards of an array; its gradient is scattered back as the mean over the devices.
@@ -344,7 +347,7 @@ def gather_array_with_mean_grads(
 
 
 def agree_on_largest(
-    arrays: Sequence[tuple[jax.Array, CommPolicy, tuple[str, ...], tuple[int, ...]]],
+    arrays: Sequence[tuple[jax.Array, MixedPrecisionPolicy, tuple[str, ...], tuple[int, ...]]],
 ) -> list[jax.Array | None]:
     """Finds the magnitudes that devices must agree on before they gather codes.
 
@@ -385,7 +388,7 @@ class _GatherArgs(NamedTuple):
     dim: int
     axes: tuple[str, ...]
     dtype: Any
-    comm: CommPolicy
+    comm: MixedPrecisionPolicy
 
 
 def _gather(
@@ -433,7 +436,12 @@ _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)
 
 
 def scatter_mean(
-    x: jax.Array, dim: int, axes: tuple[str, ...], *, comm: CommPolicy = EXACT, dtype: Any = None
+    x: jax.Array,
+    dim: int,
+    axes: tuple[str, ...],
+    *,
+    comm: MixedPrecisionPolicy = EXACT,
+    dtype: Any = None,
 ) -> jax.Array:
     """Returns this device's shard of the mean of the devices' arrays.
 
@@ -463,7 +471,9 @@ def scatter_mean(
         return x / jax.lax.axis_size(axes)
 
 
-def reduce_mean(x: jax.Array, axes: tuple[str, ...], *, comm: CommPolicy, dtype: Any) -> jax.Array:
+def reduce_mean(
+    x: jax.Array, axes: tuple[str, ...], *, comm: MixedPrecisionPolicy, dtype: Any
+) -> jax.Array:
     """Returns the mean of the devices' arrays, whose type does not vary over `axes`.
 
     Args:
@@ -491,7 +501,7 @@ def gather_invariant(
     axes: tuple[str, ...],
     *,
     scope: str = GATHER_SCOPE,
-    comm: CommPolicy = EXACT,
+    comm: MixedPrecisionPolicy = EXACT,
 ) -> jax.Array:
     """Gathers shards into an array whose type says that it is the same on all devices of `axes`.
 
@@ -517,3 +527,7 @@ def gather_invariant(
         for round_axes in reversed(comm.rounds(axes)):
             x = jax.lax.all_gather(x, round_axes, axis=dim, tiled=True, to="invarying")
         return x
+
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__, {"CommPolicy": "MixedPrecisionPolicy"})

@@ -8,9 +8,10 @@ compute it. A strategy's `PlaceFn` returns the `Placement` of a parameter from i
 import dataclasses
 import difflib
 import fnmatch
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import optax
@@ -27,20 +28,24 @@ from manualpar.core.parameters.annotations import (
 )
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.trees import Infos, Params, Placements, path_keys, path_name
+from manualpar.errors import old_names, suggest
 
 __all__ = [
+    "Declared",
+    "MatrixDims",
     "ParameterInfo",
+    "ParameterSharding",
     "PlaceFn",
     "Placement",
-    "Route",
+    "choose_matrices",
     "combine",
     "describe_parameters",
     "is_trained",
     "map_in_scopes",
     "param_specs",
+    "parameter_sharding",
     "partition",
     "replicate",
-    "route_parameter",
     "shard_one_dim",
     "shard_state_only",
     "split_over_stages",
@@ -50,6 +55,23 @@ __all__ = [
 
 # -------------------------------------------------------------------------------------------------
 # The facts about each parameter from which a strategy decides how to shard it.
+
+
+class MatrixDims(NamedTuple):
+    """The dims by which a parameter is a matrix, or a stack of matrices along its other dims.
+
+    A module may say this of its parameters, in an attribute `matrix_dims` that maps their names to
+    `MatrixDims`, or to `None` for a parameter that is no matrix.
+
+    Attributes:
+      inputs: The dims that the module's product sums over.
+      outputs: The dims that the result of the product has instead.
+      hidden: Whether both sides are features. They are not in an embedding, a head and a router.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    hidden: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +94,8 @@ class ParameterInfo:
       is_float8: Whether only products in float8 read the parameter; known where codes in float8 are
         to be sent.
       platform: The platform of the mesh's devices, such as `"gpu"`; `""` if they are not known.
+      matrix: The dims by which the parameter is a matrix, counted from the first dim; `None` if it
+        is none. Dims of loops and of experts are neither inputs nor outputs.
     """
 
     path: str
@@ -85,6 +109,7 @@ class ParameterInfo:
     absent_axes: frozenset[str] = frozenset()
     is_float8: bool = False
     platform: str = ""
+    matrix: MatrixDims | None = None
 
     @property
     def unsharded_dims(self) -> frozenset[int]:
@@ -175,6 +200,113 @@ def split_over_stages(infos: Infos, stacked: frozenset[str], axis: str) -> Any:
     return jax.tree.map(staged, infos)
 
 
+class Declared(NamedTuple):
+    """A parameter as its module makes it, before loops add dims.
+
+    Attributes:
+      shape: The shape; `None` if it is not known.
+      matrix: The dims by which it is a matrix; `None` if it is none.
+    """
+
+    shape: tuple[int, ...] | None
+    matrix: MatrixDims | None
+
+
+# Names of parameters that are no matrices, although a product may have several output dims.
+_VECTORS = ("bias", "scale")
+
+
+def as_matrix(path: str, number_of_dims: int) -> MatrixDims | None:
+    """Returns the dims of a matrix whose module is not known: two dims, as in optax."""
+    is_matrix = number_of_dims == 2 and path.rpartition("/")[2] not in _VECTORS
+    return MatrixDims((0,), (1,)) if is_matrix else None
+
+
+def added_dims(shape: tuple[int, ...], declared: tuple[int, ...]) -> list[frozenset[int]]:
+    """Returns the sets of dims of `shape` without which it is the shape that a module declared.
+
+    The first set has the first dims, where loops stack parameters by default.
+    """
+    dims = range(len(shape))
+    return [
+        frozenset(added)
+        for added in itertools.combinations(dims, max(len(shape) - len(declared), 0))
+        if tuple(n for dim, n in enumerate(shape) if dim not in added) == declared
+    ]
+
+
+def matrix_of(info: ParameterInfo, declared: Declared | None) -> MatrixDims | None:
+    """Returns the dims by which a stored parameter is a matrix, from what its module declared."""
+    loops = info.loop_dims
+    if declared is not None:
+        if declared.matrix is None:
+            return None
+        if declared.shape is not None:
+            found = added_dims(info.shape, declared.shape)
+            if not found:
+                return None
+            loops = loops if loops in found else found[0]
+    own = [dim for dim in range(len(info.shape)) if dim not in loops]
+    found_dims = as_matrix(info.path, len(own)) if declared is None else declared.matrix
+    if found_dims is None or not all(found_dims[:2]):
+        return None
+    if max(map(max, found_dims[:2])) >= len(own):  # NNX: several dims may be a loop's.
+        return None
+    inputs, outputs = (tuple(own[dim] for dim in dims) for dims in found_dims[:2])
+    return MatrixDims(inputs, outputs, found_dims.hidden)
+
+
+def choose_matrices(
+    infos: Infos, globs: Sequence[str] = (), field: str = "muon_dims: matrices"
+) -> Any:
+    """Chooses the parameters that an optimizer such as Muon trains as matrices.
+
+    Args:
+      infos: The tree of parameters with a `ParameterInfo` at each leaf.
+      globs: Globs on paths, as in `manualpar.muon_dims`.
+      field: The argument or field that has the globs, for messages.
+
+    Returns:
+      A tree like the parameters with `True` at each matrix and `False` elsewhere.
+
+    Raises:
+      ValueError: A glob matches no parameter, or names a parameter whose dims are not known.
+
+    Communication:
+      None.
+    """
+    leaves = jax.tree.leaves(infos)
+    paths = [info.path for info in leaves]
+    for glob in globs:
+        if not fnmatch.filter(paths, glob.removeprefix("!")):
+            raise ValueError(
+                f"{field} has {glob!r}, which matches no parameter, expected globs on the "
+                f"parameters' paths such as '*kernel' and '!head/*'"
+                f"{suggest(glob.removeprefix('!'), paths)}."
+            )
+    named = [glob for glob in globs if not glob.startswith("!")]
+    spared = [glob.removeprefix("!") for glob in globs if glob.startswith("!")]
+
+    def matches(path: str, globs: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+
+    def is_chosen(info: ParameterInfo) -> bool:
+        if matches(info.path, spared):
+            return False
+        if not named:
+            return info.matrix is not None and info.matrix.hidden
+        exact = [glob for glob in named if glob == info.path]
+        if info.matrix is None and exact:
+            raise ValueError(
+                f"{field} has {exact[0]!r}, a parameter of shape {info.shape}, expected a matrix, "
+                "and the module that makes it does not say which dims are inputs and outputs. Give "
+                "the module an attribute matrix_dims with the parameter's MatrixDims."
+            )
+        return info.matrix is not None and matches(info.path, named)
+
+    return jax.tree.map(is_chosen, infos)
+
+
 def computed_specs(infos: Infos) -> Any:
     """Returns, per parameter, the `PartitionSpec` of the array that the model computes with."""
     return jax.tree.map(lambda info: names_to_spec(split_names(info)), infos)
@@ -230,11 +362,11 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Route(Placement):
+class ParameterSharding(Placement):
     """A placement, with the axes over which the parameter is gathered and its gradient is reduced.
 
     The added fields follow from the placement and from the roles of the mesh axes, see
-    `route_parameter`.
+    `parameter_sharding`.
 
     Attributes:
       mean_axes: The mesh axes along which devices see different examples. The gradient is averaged
@@ -281,15 +413,15 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
 PlaceFn = Callable[[ParameterInfo, tuple[str, ...], int], Placement]
 
 
-def route_parameter(
+def parameter_sharding(
     placement: Placement, parameter: ParameterInfo, roles: AxisRoles, mesh: Mesh
-) -> Route:
-    """Returns the route that follows from a strategy's placement and the roles of the axes."""
+) -> ParameterSharding:
+    """Returns the sharding that follows from a strategy's placement and the roles of the axes."""
     axes = [axis for name in placement.names for axis in axis_tuple(name)]
     split = parameter.split_axes
     if placement.state_names is not None and not parameter.trainable:  # It has no state to shard.
         placement = Placement(placement.names, keep=placement.keep)
-    return Route(
+    return ParameterSharding(
         placement.names,
         placement.note,
         placement.state_names,
@@ -312,12 +444,19 @@ def route_parameter(
     )
 
 
-def like_params(tree: Any, params: Params, values: Any, default: Any) -> Any:
+def like_params(
+    tree: Any,
+    params: Params,
+    values: Any,
+    default: Any,
+    other_shape: Callable[[tuple[Any, ...], Any], Any] | None = None,
+) -> Any:
     """Returns a tree like an optimizer's state; each leaf gets the value of its parameter.
 
     A leaf belongs to a parameter if its path ends in the parameter's path and the shapes are equal.
-    Adam's moments belong to a parameter; Adafactor's factored moments have another shape. `values`
-    is a tree like `params`. Leaves that belong to no parameter get the default.
+    Adam's moments belong to a parameter; the statistics of Shampoo have another shape. `values` is
+    a tree like `params`. A leaf whose path only contains a parameter's path gets `other_shape(keys,
+    leaf)`, where `keys` are the path of the parameter. All other leaves get the default.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     by_path = {
@@ -331,9 +470,41 @@ def like_params(tree: Any, params: Params, values: Any, default: Any) -> Any:
             shape, found = by_path.get(keys[start:], (None, default))
             if shape is not None and shape == x.shape:
                 return found
+        if other_shape is None:
+            return default
+        for size in range(len(keys), 0, -1):  # The longest path, because it says most.
+            for start in range(len(keys) - size + 1):
+                if keys[start : start + size] in by_path:
+                    return other_shape(keys[start : start + size], x)
         return default
 
     return jax.tree_util.tree_map_with_path(value, tree)
+
+
+def as_parameter(info: ParameterInfo, x: Any) -> ParameterInfo | None:
+    """Describes an array of an optimizer's state that belongs to a parameter of another shape.
+
+    The array may be sharded along any dim, because no loop of the model runs over it. If it has the
+    parameter's first dims, of experts or of the stages of a pipeline, these stay divided. Returns
+    `None` for an array that has no two dims for each layer, such as a factored moment.
+    """
+    matrix = info.matrix[0] + info.matrix[1] if info.matrix else ()
+    batch = [dim for dim in range(len(info.shape)) if dim not in matrix] if matrix else []
+    if len(x.shape) - len(batch or info.loop_dims) < 2:
+        return None
+    names: list[Any] = [None] * len(x.shape)
+    for dim, name in enumerate(split_names(info)):
+        if dim not in batch or x.shape[dim] != info.shape[dim]:
+            break
+        names[dim] = name
+    return ParameterInfo(
+        info.path,
+        x.shape,
+        x.dtype,
+        tuple(names),
+        frozenset(),
+        frozenset(axis for name in names for axis in axis_tuple(name)),
+    )
 
 
 def param_specs(placements: Placements) -> Any:
@@ -549,7 +720,8 @@ def is_trained(path: str, globs: tuple[str, ...]) -> bool:
 def partition(placements: Placements, tree: Any) -> tuple[Any, Any]:
     """Divides a tree like the parameters, with or without boxes, into a trained and a frozen part.
 
-    Each leaf of `placements` has the field `trainable`: it is a `Route` or a `ParameterInfo`.
+    Each leaf of `placements` has the field `trainable`: it is a `ParameterSharding` or a
+    `ParameterInfo`.
     """
 
     def part(is_trained: bool) -> Any:
@@ -584,3 +756,9 @@ def combine(parts: tuple[Any, Any]) -> Any:
 def is_masked(x: Any) -> bool:
     """Returns whether a leaf is a placeholder for a parameter of the other part."""
     return isinstance(x, optax.MaskedNode)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(
+        __name__, {"Route": "ParameterSharding", "route_parameter": "parameter_sharding"}
+    )

@@ -29,7 +29,7 @@ from manualpar.core.mesh.axes import AxisName, Names, axis_tuple, is_axis_bound
 from manualpar.core.parameters.annotations import take_shared
 from manualpar.core.parameters.collectives import (
     EXACT,
-    CommPolicy,
+    MixedPrecisionPolicy,
     cast_to_varying,
     gather_array_with_mean_grads,
     gather_invariant,
@@ -223,7 +223,7 @@ class ShardedParameter(ArrayBox, eq=False, repr=False):
     shard_only_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
     shared_names: Names = flax.struct.field(default=(), pytree_node=False)
     padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
-    comm: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
+    comm: MixedPrecisionPolicy = flax.struct.field(default=EXACT, pytree_node=False)
     largest: Any = flax.struct.field(default=None)
 
     @property
@@ -324,7 +324,7 @@ class ShardedParameter(ArrayBox, eq=False, repr=False):
         return self.replace(value=value, names=tuple(names), padding=(), largest=None)
 
     def _gather(
-        self, value: jax.Array, dim: int, axes: tuple[str, ...], comm: CommPolicy
+        self, value: jax.Array, dim: int, axes: tuple[str, ...], comm: MixedPrecisionPolicy
     ) -> jax.Array:
         return gather_array_with_mean_grads(value, dim, axes, comm=comm, largest=self.largest)
 
@@ -376,7 +376,7 @@ def scatter_gradients(grads: Grads, shards: Any) -> Any:
     return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
 
 
-def comm_policy(x: Any) -> CommPolicy:
+def comm_policy(x: Any) -> MixedPrecisionPolicy:
     """Returns the communication policy of a `ShardedParameter`; `EXACT` for anything else."""
     return x.comm if isinstance(x, ShardedParameter) else EXACT
 
@@ -541,16 +541,20 @@ _with_scattered_gradient.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _with_mean(value: jax.Array, _: Any, comm: CommPolicy) -> jax.Array:
+def _with_mean(value: jax.Array, _: Any, comm: MixedPrecisionPolicy) -> jax.Array:
     """Returns `value`, whose gradient is averaged over `comm.averaged_axes`."""
     return cast_to_varying(value, comm.averaged_axes)
 
 
-def _mean_forward(value: jax.Array, quantizer: Any, comm: CommPolicy) -> tuple[jax.Array, Any]:
+def _mean_forward(
+    value: jax.Array, quantizer: Any, comm: MixedPrecisionPolicy
+) -> tuple[jax.Array, Any]:
     return cast_to_varying(value, comm.averaged_axes), quantizer
 
 
-def _mean_backward(comm: CommPolicy, quantizer: Any, g: jax.Array) -> tuple[jax.Array, None]:
+def _mean_backward(
+    comm: MixedPrecisionPolicy, quantizer: Any, g: jax.Array
+) -> tuple[jax.Array, None]:
     quantized = comm.with_reduce_quantizer(quantizer)
     dtype = comm.reduced_dtype(g.dtype)
     mean = reduce_mean(g, comm.averaged_axes, comm=quantized, dtype=dtype)

@@ -1,9 +1,11 @@
 """Applies the optimizer's update in a step, to global arrays.
 
 An optimizer gets parameters, gradients and its state as on one device: global arrays without
-padding. So the norms, means and matrices that it computes are the same as on one device. XLA
-inserts the collectives that the optimizer needs. Parameters, gradients and state have equal
-shardings, so an elementwise optimizer needs none.
+padding. So the norms, means and matrices that it computes are the same as on one device.
+Parameters, gradients and state have equal shardings, so an elementwise optimizer needs no
+collectives. In mode `manual` an optimizer that multiplies matrices, such as Muon, runs on whole
+matrices, see `manualpar.core.program.whole_matrices`. XLA inserts the collectives that any other
+optimizer needs.
 
 With ZeRO-1 and -2 parameters are replicated between steps, and the optimizer's state is sharded.
 These parameters are sliced before the update and gathered after it. The slicing sends nothing.
@@ -16,27 +18,40 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.modes.mode import Mode
 from manualpar.core.parameters.placement import (
     Placement,
+    like_params,
     map_in_scopes,
     map_padded,
     param_specs,
     state_specs,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
+from manualpar.core.program.whole_matrices import (
+    MatrixFunctions,
+    MatrixParameter,
+    has_matrices,
+)
 from manualpar.core.summary import Summarized, leaf_types
 from manualpar.core.tracing.scopes import OPTIMIZER_SCOPE
-from manualpar.core.trees import Grads, OptState, Params, Placements
+from manualpar.core.trees import Grads, Infos, OptState, Params, Placements, path_name
 
-_REFUSED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+# An optimizer, or a function that makes it from the tree of the parameters' `ParameterInfo`s.
+Optimizer: TypeAlias = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+
+# Python's words, and those of the line search of L-BFGS.
+_REFUSED = re.compile(
+    r"(?:got an unexpected keyword argument |not consumed by `value_fn`: \[)'(\w+)'"
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,7 +60,7 @@ class Update(Summarized):
 
     Attributes:
       mode: Decides whether this package or XLA writes the collectives.
-      placements: The tree of parameters with a `Route` at each leaf.
+      placements: The tree of parameters with a `ParameterSharding` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
       norm_metrics: Whether to compute norms of the gradient, the update and the parameters.
     """
@@ -64,15 +79,18 @@ class Update(Summarized):
         opt_state: OptState,
         value: jax.Array,
         value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
+        collections: Any = None,
         is_applied: jax.Array | None = None,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Updates the parameters.
 
         Args:
-          tx: The optimizer. It gets optax's extra arguments if it accepts them: `value`, `grad`,
-            and `value_fn`, a differentiable function of parameters that evaluates the same batch.
+          tx: The optimizer. It gets extra arguments if it accepts them: optax's `value`, `grad`,
+            and `value_fn`, a differentiable function of parameters that evaluates the same batch;
+            and `collections`.
           grads: The global gradients, in the specs of the optimizer's state.
           value: The global loss, `[]`.
+          collections: The model's collections after the step, such as `batch_stats`.
           value_and_grad: Computes the loss and the gradients at other parameters; both have the
             specs of `params` and `grads`.
           is_applied: `bool[]`, the same on all devices. If it is false, parameters and state are
@@ -82,8 +100,9 @@ class Update(Summarized):
           The parameters and the state in the specs in which they are stored, and norms by name.
 
         Communication:
-          One all-gather for each parameter that is replicated while its state is sharded. The
-          compiler adds collectives if the optimizer is not elementwise.
+          One all-gather for each parameter that is replicated while its state is sharded. Two
+          all-to-alls for each group of matrices, see `whole_matrices`. The compiler adds
+          collectives if the rest of the optimizer is not elementwise.
         """
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._map(self._shard, params)
@@ -96,7 +115,9 @@ class Update(Summarized):
 
             value_fn = _with_gradient(evaluate)
             offered = {"value": value, "grad": grads, "value_fn": value_fn}
-            updates, opt_state = _updates(tx, grads, opt_state, params, offered)
+            if collections:
+                offered["collections"] = collections
+            updates, opt_state = self._run_optimizer(tx, (grads, opt_state, params), offered)
             _check_state(before, opt_state)
             with explain_optimizer("adding its updates to the parameters"):
                 new_params = optax.apply_updates(params, updates)
@@ -112,6 +133,60 @@ class Update(Summarized):
                 norms["parameter_norm"] = global_norm(new_params)
             opt_state = map_padded(pad_leaf, opt_state, self.opt_padding)
             return self._store(new_params), opt_state, norms
+
+    def _run_optimizer(
+        self, tx: optax.GradientTransformation, args: tuple[Any, ...], offered: dict[str, Any]
+    ) -> Any:
+        """Returns the updates and the new state, from the gradients, the state and parameters."""
+
+        def update(grads: Grads, state: Any, params: Params) -> tuple[Any, Any]:
+            return _updates(tx, grads, state, params, {**offered, "grad": grads})
+
+        if not self.mode.writes_collectives:
+            return update(*args)
+        closed, out = jax.make_jaxpr(update, return_shape=True)(*args)
+        functions = self._search(closed, args) if has_matrices(closed.jaxpr) else None
+        if functions is None or not functions.groups:
+            return update(*args)
+        flat = functions.run(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), flat)
+
+    def matrix_functions(
+        self,
+        tx: optax.GradientTransformation,
+        params: Params,
+        opt_state: OptState,
+        collections: Any,
+    ) -> MatrixFunctions:
+        """Finds the matrix functions of an optimizer, without a step.
+
+        Parameters (the trained ones) and state are shapes without padding. `collections` are the
+        shapes of the model's collections.
+        """
+        zeros = _with_gradient(lambda params: (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)))
+
+        def update(grads: Grads, state: Any, params: Params) -> tuple[Any, Any]:
+            offered = {"value": jnp.zeros(()), "grad": grads, "value_fn": zeros}
+            if collections:
+                offered["collections"] = jax.tree.map(jnp.zeros_like, collections)
+            return _updates(tx, grads, state, params, offered)
+
+        args = params, opt_state, params
+        return self._search(jax.make_jaxpr(update)(*args), args)
+
+    def _search(self, closed: ClosedJaxpr, args: tuple[Any, ...]) -> MatrixFunctions:
+        """Searches the matrix functions in the trace of an update of `(grads, state, params)`."""
+        _, state, params = args
+        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        places = jax.tree.leaves(self.placements)
+        parameters = [
+            MatrixParameter.of(path_name(path), x, place)
+            for (path, x), place in zip(leaves, places, strict=True)
+        ]
+        index = jax.tree.unflatten(tree, range(len(leaves)))
+        owners = jax.tree.leaves((index, like_params(state, params, index, -1), index))
+        of = [owner if owner >= 0 else None for owner in owners]
+        return MatrixFunctions(closed, of, parameters, self.mode)
 
     def _shard(self, place: Placement, x: jax.Array) -> jax.Array:
         """Slices a replicated parameter like its optimizer state, and removes padding."""
@@ -134,6 +209,21 @@ class Update(Summarized):
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
         """Maps `function(placement, *leaves)` over trees with the structure of the parameters."""
         return map_in_scopes(function, self.placements, *trees)
+
+
+def is_optimizer(tx: Any) -> bool:
+    """Returns whether an object has the two functions of an optimizer of optax."""
+    return hasattr(tx, "init") and hasattr(tx, "update")
+
+
+def optimizer_for(tx: Optimizer, parameters: Infos) -> optax.GradientTransformation:
+    """Returns an optimizer; calls `tx` with the parameters if it is a function that makes one."""
+    made: Any = tx if is_optimizer(tx) or not callable(tx) else tx(parameters)
+    if not is_optimizer(made):
+        raise TypeError(
+            f"tx: the function {tx!r} returned {made!r}, expected an optax.GradientTransformation."
+        )
+    return made
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -12,12 +12,13 @@ import abc
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
@@ -38,7 +39,7 @@ from manualpar.core.model.options import (
 from manualpar.core.model.trace_model import OtherModel, TracedModel, trace_model
 from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
 from manualpar.core.modes.gradients import scanned, unrolled
-from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, memory_of
+from manualpar.core.modes.layer_loops import LayerChoice, LayerLoops, Remat, hosts_of, memory_of
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import (
@@ -50,33 +51,41 @@ from manualpar.core.modes.strategy import (
 )
 from manualpar.core.parameters.annotations import check_rules
 from manualpar.core.parameters.collectives import (
-    CommPolicy,
     GatherCode,
+    MixedPrecisionPolicy,
     Quantizer,
     ReduceCode,
 )
 from manualpar.core.parameters.placement import (
     ParameterInfo,
+    ParameterSharding,
     Placement,
-    Route,
+    as_parameter,
+    choose_matrices,
     like_params,
     map_padded,
     param_specs,
+    parameter_sharding,
     partition,
-    route_parameter,
     state_specs,
     strip_boxes,
     trained,
     with_shardings,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.program.optimizer_update import Update, explain_optimizer
+from manualpar.core.program.optimizer_update import (
+    Optimizer,
+    Update,
+    explain_optimizer,
+    is_optimizer,
+    optimizer_for,
+)
 from manualpar.core.program.state_arrays import Missing, adopt, check_has_devices, init_from, whole
 from manualpar.core.program.step import Rounding, Step
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import Summarized, describe_shapes, describe_tree
-from manualpar.core.trees import Batch, Placements, Specs
+from manualpar.core.trees import Batch, Infos, Placements, Specs, path_keys
 
 # -------------------------------------------------------------------------------------------------
 # Makes a program's training state before the first step: its values, padding and shardings.
@@ -98,13 +107,24 @@ class InitialState:
         tx: optax.GradientTransformation,
         placements: Placements,
         rounding: Rounding,
+        place: Callable[[ParameterInfo], Placement],
     ) -> None:
-        placements = model.own(placements)
+        """Decides the layout; `place` places arrays of the optimizer's state that are like none."""
+        placements, replicated = model.own(placements), Placement(())
+        infos = {
+            path_keys(path): info
+            for path, info in jax.tree_util.tree_leaves_with_path(model.own(model.parameters))
+        }
         self._model, self._tx, self._placements, self._rounding = model, tx, placements, rounding
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.unpadded = jax.eval_shape(self._state, model.own_variables, key)
+
+        def place_other(keys: tuple[Any, ...], x: Any) -> Placement:
+            described = as_parameter(infos[keys], x)
+            return replicated if described is None else place(described)
+
         opt_placements = like_params(
-            self.unpadded.opt_state, self.unpadded.params, placements, Placement(())
+            self.unpadded.opt_state, self.unpadded.params, placements, replicated, place_other
         )
         self.opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
         self.padded = jax.eval_shape(self._pad, self.unpadded)
@@ -304,7 +324,7 @@ class OuterSteps(Summarized, abc.ABC):
     fragments: tuple[int | None, ...]
     steps: tuple[Any, ...]
     overlapped_steps: tuple[Any, ...]
-    comm: CommPolicy
+    comm: MixedPrecisionPolicy
 
     @abc.abstractmethod
     def step_at(self, number: int) -> StepFunction:
@@ -345,8 +365,8 @@ class Program(Summarized):
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
       comm: The formats in which values are sent, and whether collectives run axis by axis.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
-      parameters: A `(ParameterInfo, Route)` for each parameter, in the order of the tree. The
-        route's note gives the reason why a parameter is replicated.
+      parameters: A `(ParameterInfo, ParameterSharding)` for each parameter, in the order of the
+        tree. The sharding's note gives the reason why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
       unpadded_state: The abstract state without padding and shardings, as on one device.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
@@ -384,9 +404,9 @@ class Program(Summarized):
     mesh: Mesh
     data_axes: tuple[str, ...]
     num_minibatches: int
-    comm: CommPolicy
+    comm: MixedPrecisionPolicy
     layout: TrainState
-    parameters: tuple[tuple[ParameterInfo, Route], ...]
+    parameters: tuple[tuple[ParameterInfo, ParameterSharding], ...]
     abstract_state: TrainState
     unpadded_state: TrainState
     abstract_batch: Any
@@ -437,7 +457,7 @@ class Program(Summarized):
 
     @property
     def placements(self) -> Any:
-        """The tree of parameters with a `Route` at each leaf."""
+        """The tree of parameters with a `ParameterSharding` at each leaf."""
         return self.model.own(self.step.placements)
 
     @property
@@ -567,7 +587,7 @@ class Quantization:
 def make_program(
     strategy: Strategy,
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     options: ProgramOptions,
     quantization: Quantization,
@@ -583,7 +603,7 @@ def make_program(
 def _design(
     strategy: Strategy,
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     options: ProgramOptions,
     quantization: Quantization,
@@ -620,8 +640,8 @@ def _design(
     def place(info: ParameterInfo) -> Placement:
         return place_parameter(strategy, info, shard_axes, mesh)
 
-    def route(info: ParameterInfo) -> Route:
-        return route_parameter(place(info), info, roles, mesh)
+    def sharding_of(info: ParameterInfo) -> ParameterSharding:
+        return parameter_sharding(place(info), info, roles, mesh)
 
     def is_gathered(info: ParameterInfo) -> bool:
         placement = place(info)
@@ -644,14 +664,15 @@ def _design(
     # So these parameters are not gathered over axes that do not split the batch.
     if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
-    placements = jax.tree.map(route, traced_model.parameters)
+    placements = jax.tree.map(sharding_of, traced_model.parameters)
     for key, other in traced_model.others.items():
         if other.placements is not None:
             placements[key] = other.placements
     num_minibatches = options["num_minibatches"]
     leaves = trained(traced_model.parameters), trained(placements)
     rounding = quantization.make_rounding(strategy, *leaves, mode=mode, options=options)
-    states = InitialState(traced_model, tx, placements, rounding)
+    tx = optimizer_for(tx, traced_model.own(traced_model.parameters))
+    states = InitialState(traced_model, tx, placements, rounding, place)
     step = Step(
         strategy=strategy,
         model=traced_model,
@@ -680,7 +701,7 @@ def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOp
     compiler_options = dict(options["compiler_options"]) or None
     others = _layout_of_others(step)
     jitted = JittedSteps(options["mesh"], states.layout, states.padded, compiler_options, others)
-    loops = _layer_loops(step, jitted, options["remat"])
+    loops = _layer_loops(step, jitted, options["remat"], compiler_options or ())
     step = dataclasses.replace(step, loops=loops)
     trees = map(step.model.own, (step.model.parameters, step.placements))
     infos, placements = map(jax.tree.leaves, trees)
@@ -703,6 +724,50 @@ def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOp
         eval_step=jitted.jit_eval_step(step.evaluate),
         step=step,
         abstract_others=jitted.abstract_others,
+    )
+
+
+def muon_dims(parameters: Program | Infos, matrices: Sequence[str] = ()) -> Any:
+    """Returns the `muon_weight_dimension_numbers` of `optax.contrib.muon` for a model.
+
+    They say which dims of each parameter are a matrix. The modules that make the parameters know
+    this, also for heads, experts, convolutions and stacked layers, where the number of dims does
+    not tell. A builder such as `manualpar.fsdp` takes a function in place of an optimizer, and
+    calls it with the parameters:
+
+    ```python
+    def tx(parameters):
+        dims = manualpar.muon_dims(parameters)
+        return optax.contrib.muon(0.02, muon_weight_dimension_numbers=dims)
+
+    program = manualpar.fsdp(model, tx, loss_fn, mesh=mesh, batch=batch)
+    ```
+
+    Args:
+      parameters: A program, or the tree with a `ParameterInfo` at each leaf that a builder gives to
+        its argument `tx`.
+      matrices: Globs on the parameters' paths. Parameters that match are matrices, and no others.
+        `"!head/*"` excludes parameters. By default all kernels of layers are matrices, and so are
+        arrays of two dims of modules that do not say which dims are inputs and outputs. Embeddings,
+        heads and routers of this package's models are none, nor are norms and biases.
+
+    Returns:
+      A tree like the parameters: an `optax.contrib.MuonDimensionNumbers` at a matrix, and `None` at
+      a parameter that Muon leaves to Adam.
+
+    Raises:
+      ValueError: A glob matches no parameter, or names a parameter whose dims as a matrix are not
+        known. The message names both.
+
+    Communication:
+      None.
+    """
+    if isinstance(parameters, Program):
+        parameters = parameters.model.own(parameters.model.parameters)
+    chosen = choose_matrices(parameters, matrices)
+    make: Any = optax.contrib.MuonDimensionNumbers
+    return jax.tree.map(
+        lambda info, is_chosen: make(*info.matrix[:2]) if is_chosen else None, parameters, chosen
     )
 
 
@@ -749,7 +814,7 @@ def _as_other_model(name: str, program: Program) -> OtherModel:
     def describe(info: ParameterInfo) -> ParameterInfo:
         return dataclasses.replace(info, path=f"{name}/{info.path}", trainable=False)
 
-    def freeze(place: Route) -> Route:
+    def freeze(place: ParameterSharding) -> ParameterSharding:
         return dataclasses.replace(place, trainable=False)
 
     return OtherModel(
@@ -776,7 +841,9 @@ def _layout_of_others(step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
     return layouts, variables
 
 
-def _layer_loops(step: Step, jitted: JittedSteps, option: Remat) -> LayerLoops:
+def _layer_loops(
+    step: Step, jitted: JittedSteps, option: Remat, compiler_options: Collection[str]
+) -> LayerLoops:
     """Returns what the choice of how layers run depends on."""
     state = jitted.abstract_state
 
@@ -799,6 +866,7 @@ def _layer_loops(step: Step, jitted: JittedSteps, option: Remat) -> LayerLoops:
         held_bytes=held,
         gradient_bytes=shards(state.params),  # As large as the parameters.
         parts=1 if step.mode.writes_collectives else jitted.mesh.size,
+        hosts=hosts_of(jitted.mesh, compiler_options) if step.mode.writes_collectives else 1,
     )
 
 
@@ -807,12 +875,12 @@ def _check_arguments(
 ) -> None:
     """Refuses arguments of the wrong kind, and a mesh that lacks one of `axes`."""
     loss_form = "a function (params, apply_fn, batch, rng) -> (loss, metrics)"
-    is_optimizer = hasattr(tx, "init") and hasattr(tx, "update")
-    for name, value, expected, fits in (
-        ("tx", tx, "an optax.GradientTransformation", is_optimizer),
+    fits = is_optimizer(tx) or callable(tx)
+    for name, value, expected, is_right in (
+        ("tx", tx, "an optax.GradientTransformation, or a function that makes one", fits),
         ("loss_fn", loss_fn, loss_form, callable(loss_fn)),
         ("mesh", mesh, "a jax.sharding.Mesh, see make_mesh", isinstance(mesh, Mesh | AbstractMesh)),
     ):
-        if not fits:
+        if not is_right:
             raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.")
     check_mesh_has(strategy, mesh, axes)

@@ -44,7 +44,7 @@ from manualpar.core.parameters.collectives import (
     varying_axes,
 )
 from manualpar.core.parameters.placement import (
-    Route,
+    ParameterSharding,
     combine,
     is_masked,
     map_in_scopes,
@@ -133,7 +133,7 @@ class Step(Summarized):
       model: The model with its loss.
       mode: Decides whether this package or XLA writes the collectives.
       roles: The role of each mesh axis.
-      placements: The tree of parameters with a `Route` at each leaf.
+      placements: The tree of parameters with a `ParameterSharding` at each leaf.
       update: Applies the optimizer to the gradients.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
       schedule: Runs the minibatches one after another, see `modes.gradients`.
@@ -191,6 +191,7 @@ class Step(Summarized):
             opt_state=state.opt_state,
             value=sums.loss,
             value_and_grad=value_and_grad,
+            collections=self.model.own_collections(collections),
             is_applied=is_applied,
         )
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}
@@ -337,14 +338,14 @@ class Step(Summarized):
         if not self.mode.writes_collectives or self.pipeline is not None:
             return boxes, frozen
 
-        def averaged(place: Route, box: Any) -> Any:
+        def averaged(place: ParameterSharding, box: Any) -> Any:
             if not place.is_averaged_in_loop or is_masked(box):
                 return box
             return AveragedParameter.from_parameter(place.mean_axes, box)
 
         boxes = self._map(averaged, boxes)
 
-        def is_divided(place: Route, box: Any, grad_box: Any) -> bool:
+        def is_divided(place: ParameterSharding, box: Any, grad_box: Any) -> bool:
             is_scattered = self.strategy.scatters_in_backward and place.in_loop
             return is_scattered and boxed_axes(box) != boxed_axes(grad_box)
 
@@ -358,7 +359,7 @@ class Step(Summarized):
         first = jax.tree.map(zeros, divided, boxes, grad_boxes)
         second = jax.tree.map(whole, divided, boxes, frozen)
 
-        def magnitude(_: Route, box: Any, other: Any) -> Any:
+        def magnitude(_: ParameterSharding, box: Any, other: Any) -> Any:
             is_apart = isinstance(box, ShardedParameter) and box.largest is not None
             return _Largest(box.largest) if is_apart else other
 
@@ -583,7 +584,7 @@ class _Largest(NamedTuple):
     value: jax.Array
 
 
-def _join(place: Route, x: Any, other: Any) -> Any:
+def _join(place: ParameterSharding, x: Any, other: Any) -> Any:
     """Joins what `_split_off_scattered` and `partition` divided, and gathers it if it is kept."""
     if is_masked(x):
         x = other
@@ -594,14 +595,14 @@ def _join(place: Route, x: Any, other: Any) -> Any:
     return _unbox_kept(place, x)
 
 
-def _unsharded_over_data(place: Route) -> Route:
+def _unsharded_over_data(place: ParameterSharding) -> ParameterSharding:
     """Returns the placement of a parameter that is whole on the devices along `mean_axes`."""
     data = {*place.mean_axes}
     names = tuple(None if data & {*axis_tuple(name)} else name for name in place.names)
     return dataclasses.replace(place, names=names, state_names=None, padding=())
 
 
-def _unbox_kept(place: Route, x: Any) -> Any:
+def _unbox_kept(place: ParameterSharding, x: Any) -> Any:
     """Gathers a parameter if it must be gathered once for each minibatch (`Placement.keep`)."""
     if not place.keep or not is_box(x):
         return x

@@ -23,6 +23,7 @@ __all__ = [
     "GATHER_SCOPE",
     "HALVES",
     "INT8_SCOPE",
+    "MATRICES_SCOPE",
     "METRICS_SCOPE",
     "NEW_PARAMS_SCOPE",
     "NONFINITE_SCOPE",
@@ -57,7 +58,8 @@ EXPERT_SCOPE = "expert_parallel"
 CONTEXT_SCOPE = "context_parallel"
 PIPELINE_SCOPE = "pipeline"
 OUTER_SCOPE = "outer_step"
-OPTIMIZER_SCOPE = "optimizer"  # XLA inserts the optimizer's collectives.
+OPTIMIZER_SCOPE = "optimizer"  # XLA inserts collectives for what is not elementwise.
+MATRICES_SCOPE = "whole_matrices"  # Inside the optimizer's scope.
 SCOPES = (
     GATHER_SCOPE,
     SCATTER_SCOPE,
@@ -77,6 +79,7 @@ SCOPES = (
     PIPELINE_SCOPE,
     OUTER_SCOPE,
     OPTIMIZER_SCOPE,
+    MATRICES_SCOPE,
 )
 HALVES = ("half_0", "half_1")  # Not a collective: the halves of a batch in a layer.
 REGATHER = "regather_params"  # A purpose that has no scope, see `purpose_of`.

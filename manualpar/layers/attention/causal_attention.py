@@ -48,7 +48,7 @@ from manualpar.layers.attention.triton_attention import (
     triton_attention,
     triton_misfit,
 )
-from manualpar.layers.boundaries import platform_traced_for
+from manualpar.layers.boundaries import has_tpu_kernels, platform_traced_for
 
 # -------------------------------------------------------------------------------------------------
 # The device that attention is traced for, as the choice of an implementation sees it.
@@ -85,11 +85,14 @@ def device_traced_for() -> Device:
     """Returns the device for which the code is traced.
 
     Inside `planned_device` it is the planned device. Otherwise its platform is that of the
-    enclosing mesh, and a GPU's numbers are those of this process's first GPU.
+    enclosing mesh, and a GPU's numbers are those of this process's first GPU. A TPU that a plan
+    names (`has_tpu_kernels`) is no known device.
     """
     if planned := _planned.get():
         return planned
     platform = platform_traced_for()
+    if platform == "tpu" and not has_tpu_kernels():
+        return Device("")
     if platform not in ("gpu", None) or jax.default_backend() != "gpu":
         return Device(platform or "")
     gpu = jax.local_devices()[0]

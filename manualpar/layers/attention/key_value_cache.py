@@ -60,11 +60,9 @@ class Past(NamedTuple):
 
     Attributes:
       position: `int32[B]`, the position of the new token, which is the number of tokens before it.
-      start: `int32[B]`, the position at which the document of the new token begins.
     """
 
     position: jax.Array
-    start: jax.Array
 
 
 def kept_positions(position_B: jax.Array, slots: int) -> jax.Array:
@@ -135,7 +133,7 @@ def attend_to_kept(
       key: `[B, 1, K, H]`, rotated.
       value: `[B, 1, K, H]`.
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
-      past: The positions of the new tokens, and where their documents begin.
+      past: The positions of the new tokens.
       scoring: Which positions the layer sees, and the bound of scores.
       sinks: `float32[N]`, see `manualpar.layers.attention.attention`; `None` for none.
 
@@ -159,7 +157,7 @@ def attend_to_kept(
     def mix(weights_BKGX: jax.Array, values_BXKH: jax.Array) -> jax.Array:
         return einsum("bkgx,bxkh->bkgh", weights_BKGX, values_BXKH)
 
-    first_B = jnp.maximum(past.start, 0)
+    first_B = jnp.zeros_like(past.position)
     if scoring.window is not None:
         first_B = jnp.maximum(first_B, past.position - scoring.window + 1)
     if scoring.chunk is not None:

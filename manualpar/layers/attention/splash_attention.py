@@ -39,7 +39,7 @@ from manualpar.layers.attention.blockwise_attention import (
     Sums,
 )
 from manualpar.layers.attention.unchecked import run_unchecked
-from manualpar.layers.boundaries import platform_traced_for
+from manualpar.layers.boundaries import has_tpu_kernels
 
 LANES = 128  # Lengths are padded to a multiple of this number.
 BLOCK = 512
@@ -275,8 +275,8 @@ def fits_parts(query: jax.Array, key: jax.Array, length: int, scoring: Scoring) 
     The kernel cannot be used with a window or chunks, because each device would need a different
     mask, and the kernel's mask is a constant.
     """
-    is_tpu = platform_traced_for() == "tpu" and splash_misfit(query, key) is None
-    return is_tpu and scoring.window is None and scoring.chunk is None and length % LANES == 0
+    can_run = has_tpu_kernels() and splash_misfit(query, key) is None
+    return can_run and scoring.window is None and scoring.chunk is None and length % LANES == 0
 
 
 def attend_part(

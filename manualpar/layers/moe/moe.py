@@ -18,8 +18,8 @@ an expert, `E` experts, `K` choices of a token, `C` the capacity, `N` devices al
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import AxisName
 from manualpar.core.parameters.annotations import split
 from manualpar.core.parameters.collectives import cast_to_varying, gather_invariant, varying_axes
+from manualpar.core.parameters.placement import MatrixDims
 from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import bound_axes, enter, leave, platform_traced_for
@@ -472,6 +473,12 @@ class MoE(nn.Module):
     swiglu_limit: float = 0.0
     swiglu_alpha: float = 1.0
     matmul: Matmul = ""
+    # Each expert has a matrix of its own.
+    matrix_dims: ClassVar[Mapping[str, MatrixDims | None]] = {
+        **dict.fromkeys(("gate", "up", "down"), MatrixDims((1,), (2,))),
+        **dict.fromkeys(("router", "shared_router"), MatrixDims((0,), (1,), hidden=False)),
+        **dict.fromkeys(("gate_bias", "up_bias", "down_bias", "logit_bias")),
+    }
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:

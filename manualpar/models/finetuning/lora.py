@@ -37,6 +37,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.model.interface import ModelInterface, interface_of, register_interface
 from manualpar.core.model.linen_model import LinenModel
+from manualpar.core.parameters.placement import Declared, MatrixDims
 from manualpar.core.parameters.sharded_parameter import ArrayBox, is_box
 from manualpar.layers import SplitDense, TensorParallel, leave
 from manualpar.layers.ring import gather_matmul, matmul_scatter
@@ -509,6 +510,29 @@ class LoRAInterface(WrappingInterface):
     def trainable(self) -> tuple[str, ...]:
         """The globs of the parameters that are trained by default: the adapters."""
         return ADAPTERS
+
+    def declared(
+        self, noted: Mapping[str, Declared], params: Mapping[str, Any]
+    ) -> Mapping[str, Declared]:
+        """Adds the adapters to the parameters of the given model."""
+        found = dict(super().declared(noted, params))
+        for path in filter(is_adapter, params):
+            plain = noted.get(adapted_path(path))
+            if plain is None or plain.shape is None or plain.matrix is None:
+                continue
+            is_own = path.endswith((OF_PARAMETER + DOWN, OF_PARAMETER + UP))
+            batch = len(plain.shape) - 2 if is_own else 0
+            first = batch + 1 if is_own else len(plain.matrix.inputs)
+            shape, of_plain = params[path].shape, plain.shape
+            if path.endswith(DOWN):
+                own = (*of_plain[:first], shape[-1])
+            else:
+                rank = shape[len(shape) - len(of_plain) + first - 1]
+                own, first = (*of_plain[:batch], rank, *of_plain[first:]), batch + 1
+            dims = tuple(range(len(own)))
+            matrix = MatrixDims(dims[batch:first], dims[first:], plain.matrix.hidden)
+            found[path] = Declared(own, matrix)
+        return found
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
         """Checks only the given model: adapters compute correctly with shards and need no check."""

@@ -151,5 +151,10 @@ def _flat(apply_fn: Callable[..., Any], batch: Batch) -> Batch:
                     f"preference_loss: the model has {field}={value}, expected 0, because the "
                     "loss needs the probabilities of answers."
                 )
+        if getattr(module, "bos_token", -1) >= 0:
+            raise ValueError(
+                f"preference_loss: the model has bos_token={module.bos_token}, expected -1: "
+                "a sequence is one document, although a template of chats may write BOS in it."
+            )
         module = getattr(module, "module", None)
     return Batch(*(x.reshape(-1, shapes[0][2]) for x in parts))

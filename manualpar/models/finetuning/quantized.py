@@ -45,6 +45,7 @@ from manualpar.core.model.interface import (
     register_interface,
 )
 from manualpar.core.parameters.annotations import SplitParameter
+from manualpar.core.parameters.placement import Declared
 from manualpar.core.parameters.sharded_parameter import ArrayBox, is_box
 from manualpar.core.program.state_arrays import Leaf
 from manualpar.core.tracing.scopes import DECODE_SCOPE
@@ -319,6 +320,13 @@ class WrappingInterface(ModelInterface):
     def first_call(self, loss_fn: Callable[..., Any], batch: Any) -> InitArgs | None:
         """Returns the first call in a loss, as the given model does."""
         found: InitArgs | None = self.base.first_call(loss_fn, batch)
+        return found
+
+    def declared(
+        self, noted: Mapping[str, Declared], params: Mapping[str, Any]
+    ) -> Mapping[str, Declared]:
+        """Returns how modules declare the parameters, as in the given model."""
+        found: Mapping[str, Declared] = self.base.declared(noted, params)
         return found
 
     def called(self, base: Any) -> Any:

@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from manualpar.core.mesh.mesh import make_mesh
 from manualpar.core.mesh.mesh_context import no_mesh
 from manualpar.core.parameters.collectives import gather_invariant
-from manualpar.core.parameters.placement import Route, map_in_scopes, param_specs
+from manualpar.core.parameters.placement import ParameterSharding, map_in_scopes, param_specs
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import Batch, TrainState
@@ -69,7 +69,6 @@ class Rows(NamedTuple):
         dim is missing.
       token: `int32[B]`, the latest token.
       position: `int32[B]`, the position of `token`.
-      start: `int32[B]`, the first position of the document that contains the token before `token`.
       keys: `key[B]`, the random key for each row's draws.
       history: The tokens before `token`, if the settings have penalties.
     """
@@ -77,7 +76,6 @@ class Rows(NamedTuple):
     cache: Any
     token: jax.Array
     position: jax.Array
-    start: jax.Array
     keys: jax.Array
     history: History | None = None
 
@@ -113,15 +111,18 @@ class CachedSteps:
     Attributes:
       program: The program that generates.
       model: The program's `Transformer` without options that concern only training or a context
-        axis.
+        axis. A sequence is one document for it, so attention does not end at a BOS: templates of
+        chats may write BOS in the middle of a prompt.
+      bos_token: The token that begins a document in training; -1 for none.
       row_devices: The number of devices over which rows are sharded.
       prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
         drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
         `key[B]`; `size` is the number of positions in the cache, for the prompt and the answer.
         `rows` is a `Rows`, and `drawn` is a `Drawn`.
       decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; `rows` is donated.
-      score: `score(params, collections, inputs, labels, marked) -> Scores`. `inputs` and `labels`
-        are `int32[B, S]`; `marked` is `bool[B, S]`, the tokens of `labels` to score.
+      score: `score(params, collections, inputs, labels, marked, packed=False) -> Scores`. `inputs`
+        and `labels` are `int32[B, S]`; `marked` is `bool[B, S]`, the tokens of `labels` to score.
+        If `packed` is true, each BOS begins another document, as in training.
     """
 
     def __init__(self, program: Program) -> None:
@@ -134,6 +135,7 @@ class CachedSteps:
         interface = program.model.interface
         _check(interface.module)
         self.program, self.model = program, _for_generation(interface.module)
+        self.bos_token: int = interface.module.bos_token
         self._interface = dataclasses.replace(interface, module=self.model, phase="eval")
         axes = program.roles.data_axes
         self._rows, self._data_axes = PartitionSpec(axes), axes
@@ -144,7 +146,7 @@ class CachedSteps:
         self._split_axes = (split,) if split and split in program.mesh.shape else ()
         self.prefill = self._jit(self._prefill, static_argnames="size")
         self.decode = self._jit(self._decode, donate_argnames="rows")
-        self.score = self._jit(self._score)
+        self.score = self._jit(self._score, static_argnames="packed")
 
     def adopt(self, state: TrainState) -> TrainState:
         """Returns a state of the program as a state for these steps, see `Adopter.adopt`."""
@@ -175,14 +177,11 @@ class CachedSteps:
         def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
             tokens, lengths, keys = args
             logits, cache = self._apply(params, collections, tokens, Prompts(lengths, size))
-            places = jnp.arange(tokens.shape[1])[None]
-            begins = (tokens == self.model.bos_token) & (places < lengths[:, None])
-            start = jnp.max(jnp.where(begins, places, 0), axis=1)
             history = None
             if drawing.penalties is not None:
                 history = history_of(tokens, lengths, self.model.vocab_size)
             drawn = self._choose(logits, history, keys, lengths, drawing)
-            return Rows(cache, drawn.token, lengths, start, keys, history), self._gather_rows(drawn)
+            return Rows(cache, drawn.token, lengths, keys, history), self._gather_rows(drawn)
 
         run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens))
         rows, drawn = run(params, collections, drawing, tokens, lengths, keys)
@@ -200,15 +199,14 @@ class CachedSteps:
         def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
             rows: Rows = args[0]
             position = rows.position
-            start = jnp.where(rows.token == self.model.bos_token, position, rows.start)
             collections = {**collections, CACHE: rows.cache}
-            past = Past(position, start)
+            past = Past(position)
             logits, new = self._apply(params, collections, rows.token[:, None], past)
             cache = append(rows.cache, new, position)
             history = None if rows.history is None else note(rows.history, rows.token)
             after = position + 1
             drawn = self._choose(logits, history, rows.keys, after, drawing)
-            new_rows = Rows(cache, drawn.token, after, start, rows.keys, history)
+            new_rows = Rows(cache, drawn.token, after, rows.keys, history)
             return new_rows, self._gather_rows(drawn)
 
         run = self._on_mesh(on_device, (self._rows_specs(specs),), specs)
@@ -222,14 +220,17 @@ class CachedSteps:
         inputs: jax.Array,
         labels: jax.Array,
         marked: jax.Array,
+        *,
+        packed: bool = False,
     ) -> Scores:
+        bos_token = self.bos_token if packed else -1
+        model = dataclasses.replace(self._interface, module=self.model.clone(bos_token=bos_token))
+
         def on_device(params: Any, collections: Any, *batch: jax.Array) -> Scores:
             inputs, labels, marked = batch
             variables = {"params": self._boxes(params), **collections}
             with self.program.step.mode.context():
-                losses, is_best = self._interface.apply(
-                    variables, inputs, train=False, labels=labels
-                )
+                losses, is_best = model.apply(variables, inputs, train=False, labels=labels)
             total = -jnp.where(marked, losses, 0).sum(axis=1)
             scores: Scores = self._gather_rows(Scores(total, jnp.all(is_best | ~marked, axis=1)))
             return scores
@@ -268,7 +269,7 @@ class CachedSteps:
         return logits[:, : self.model.vocab_size], new[NEW_KEYS]
 
     def _boxes(self, params: Any) -> Any:
-        def box(place: Route, x: jax.Array) -> Any:
+        def box(place: ParameterSharding, x: jax.Array) -> Any:
             boxed = self.program.step.mode.box(place, x)
             return boxed.unbox() if place.keep and is_box(boxed) else boxed
 
@@ -296,7 +297,7 @@ class CachedSteps:
         return jax.tree.map(lambda x: gather(x, 0, self._data_axes), rows)
 
     def _rows_specs(self, cache: Any) -> Any:
-        specs: Any = (self._rows,) * 5
+        specs: Any = (self._rows,) * 4
         return Rows(cache, *specs)
 
     def _cache_spec(self, path: Any, x: Any) -> PartitionSpec:
@@ -329,6 +330,7 @@ def _for_generation(model: Transformer) -> Transformer:
         split=Split(model.split.axis),
         context=dataclasses.replace(model.context, axis=None),
         experts=dataclasses.replace(model.experts, capacity_factor=0.0),
+        bos_token=-1,
         remat="none",
         dropout_rate=0.0,
     )

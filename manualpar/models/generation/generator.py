@@ -77,7 +77,7 @@ class Generator:
         self.steps, self.tokenizer = CachedSteps(program), tokenizer
         self.batch_size = self._divisible(batch_size)
         if stop_tokens is None:
-            named = [self.steps.model.bos_token]
+            named = [self.steps.bos_token]
             named += [tokenizer.bos_token, tokenizer.end_token] if tokenizer else []
             stop_tokens = [token for token in named if token >= 0]
         self.stop_tokens = frozenset(map(int, stop_tokens))
@@ -276,6 +276,19 @@ class Generator:
                 f"expected 0 to {vocabulary - 1}."
             )
         return list(map(int, tokens))
+
+    def encode_pair(self, context: str, completion: str) -> tuple[list[int], list[int]]:
+        """Encodes a context and its completion as one text; returns the tokens of both.
+
+        A token with letters of both belongs to the completion. The context begins with BOS as the
+        tokenizer requires, and always if it would be empty.
+        """
+        if self.tokenizer is None:
+            raise TypeError("generate: there is no tokenizer, expected a Generator with one.")
+        joined, border = self.tokenizer.encode_joined(context, completion)
+        bos, tokens = [self.tokenizer.bos_token], joined.tolist()
+        begin = bos if self.tokenizer.begins_with_bos or not border else []
+        return begin + tokens[:border], tokens[border:]
 
     def _divisible(self, batch_size: int) -> int:
         if batch_size < 1:

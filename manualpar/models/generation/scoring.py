@@ -38,6 +38,7 @@ def score_completions(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     max_length: int = 0,
+    packed: bool = False,
 ) -> list[Score]:
     """Computes the log-likelihood of completions, each after its context.
 
@@ -45,6 +46,8 @@ def score_completions(
       pairs: Pairs of the tokens of a context (at least one token) and of the completion.
       max_length: The most tokens in the model's context. The beginning of a longer sequence is left
         out. 0 for no limit.
+      packed: Whether each BOS in a pair begins another document, as in a sequence of training data.
+        By default a pair is one document.
 
     Returns:
       The score of each completion, in the order of `pairs`.
@@ -82,7 +85,7 @@ def score_completions(
         places = np.arange(length)[None]
         marked = (places < lengths[:, None]) & (places >= (lengths - counts)[:, None])
         given = map(steps.put_rows, (inputs, labels, marked))
-        found = steps.score(state.params, state.collections, *given)
+        found = steps.score(state.params, state.collections, *given, packed=packed)
         likelihoods, are_greedy = (x.tolist() for x in found)
         for index, *score in zip(batch, likelihoods, are_greedy, strict=False):
             scores[index] = Score(score[0], score[1], len(pairs[index][1]))

@@ -9,10 +9,13 @@ Version 5 of transformers writes `rope_parameters` and `layer_types`. Older vers
 """
 
 import math
+import os
 import re
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from manualpar.models import Transformer
 from manualpar.models.flat_fields import flatten_fields, nest_fields
@@ -38,9 +41,16 @@ from manualpar.models.pretrained.family import (
     write_rotations,
 )
 from manualpar.models.pretrained.llama4 import read_experts_of_llama4
-from manualpar.models.pretrained.tensor_files import CONFIG_FILE, model_directory, quantization_of
+from manualpar.models.pretrained.tensor_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    has_tensors,
+    model_directory,
+    open_tensor_files,
+    quantization_of,
+)
 from manualpar.models.transformer import size_of_head
-from manualpar.system.storage import GivenPath, user_path
+from manualpar.system.storage import BucketPath, GivenPath, user_path
 from manualpar.system.storage.untrusted import read_model_object
 
 # Names of activations: in `config.json` -> in `Transformer`.
@@ -61,6 +71,10 @@ OF_WRAPPER = {
 }
 NULLABLE = ("q_lora_rank",)  # Keys for which `null` is no default, but stands for 0.
 DEEPEST = 10_000  # The most layers.
+# The ends of the names of heads and embeddings, and the rows of them that are compared at once.
+HEADS = ("lm_head.weight", "embed_out.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+ROWS_AT_ONCE = 4096
 
 
 class Architecture(NamedTuple):
@@ -70,11 +84,14 @@ class Architecture(NamedTuple):
       family: The value of `model_type`.
       wrapper: The `model_type` of the multimodal model around the text model; `""` for none.
       flat_fields: The fields of the `Transformer` by their flat names, as in configs.
+      is_untied: Whether the config ties the head to the embedding, but the files of the tensors
+        have another head. Then `flat_fields` is that of an untied model, as in transformers.
     """
 
     family: str
     flat_fields: dict[str, Any]
     wrapper: str = ""
+    is_untied: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -89,7 +106,60 @@ def read_architecture(directory: GivenPath) -> Architecture:
       ValueError: The file is missing, is not a JSON object, or describes a model that `Transformer`
         does not support; the message names the key.
     """
-    return parse_architecture(read_config(directory), where=str(user_path(directory) / CONFIG_FILE))
+    config, where = read_config(directory), str(user_path(directory) / CONFIG_FILE)
+    architecture = parse_architecture(config, where=where)
+    if not architecture.flat_fields.get("tied_head") or not (
+        other := _other_head(directory, config)
+    ):
+        return architecture
+    warnings.warn(
+        f"{where} ties the head to the embedding, but {other[1]} is not {other[0]}: the model is "
+        "read with a head of its own, as in transformers 5.",
+        stacklevel=2,
+    )
+    fields = {**architecture.flat_fields, "tied_head": False}
+    return architecture._replace(flat_fields=fields, is_untied=True)
+
+
+def _other_head(directory: GivenPath, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns the names of an embedding and of a head with other values; `None` if they are equal.
+
+    `None` too if one of them is missing, as in most files of models whose head is tied.
+    """
+    local = model_directory(directory, weights=False)
+    index: Any = None
+    if os.path.lexists(local / INDEX_FILE):
+        index = read_model_object(local / INDEX_FILE, local).get("weight_map")
+        if not isinstance(index, dict) or not any(_is_outside(name, HEADS) for name in index):
+            return None
+    if isinstance(user_path(directory), BucketPath):
+        local = model_directory(directory)
+    # A folder may have no tensors, or an index without all of its files. `load_hf` says so.
+    files_there = [os.path.lexists(local / str(name)) for name in set((index or {}).values())]
+    if not has_tensors(local) or not all(files_there):
+        return None
+    files = open_tensor_files(local, quantization_of(text_config(config)[0]))
+    heads = [name for name in files.shapes if _is_outside(name, HEADS)]
+    embeddings = [name for name in files.shapes if _is_outside(name, EMBEDDINGS)]
+    if not heads or not embeddings:
+        return None
+    pair = min(embeddings, key=len), min(heads, key=len)
+    shape = files.shapes[pair[0]]
+    if files.shapes[pair[1]] != shape:
+        return pair
+    for first in range(0, shape[0], ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        embedding, head = (
+            np.asarray(files.read(name, (rows, slice(0, shape[1]))), np.float32) for name in pair
+        )
+        if not np.array_equal(embedding, head):
+            return pair
+    return None
+
+
+def _is_outside(tensor: str, ends: tuple[str, ...]) -> bool:
+    """Returns whether a tensor outside of the layers has one of the names."""
+    return tensor.endswith(ends) and ".layers." not in tensor
 
 
 def read_config(directory: GivenPath) -> dict[str, Any]:
@@ -511,8 +581,8 @@ def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Writes fields as the config of a family; leaves out fields without a key in the family."""
     family = FAMILIES[name]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": name}
-    # Without this key some classes of transformers assume a token of their published models.
-    config["pad_token_id"] = None
+    # Without these keys classes of transformers assume the tokens of their published models.
+    config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config |= {key: fields[field] for key, field in family.keys.items()}
     if family.reciprocal:
         config[family.reciprocal] = _plain(1 / fields[family.keys[family.reciprocal]])

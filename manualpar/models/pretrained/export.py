@@ -28,6 +28,16 @@ from manualpar.core.mesh.mesh_context import no_mesh, with_auto_axes
 from manualpar.core.program.program import Program
 from manualpar.core.program.state_arrays import plain_leaves, variable_leaves
 from manualpar.core.state.train_state import TrainState
+from manualpar.data.chat import Chats
+from manualpar.data.tokenizer import (
+    BOS_NAMES,
+    TEMPLATE,
+    TEMPLATES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    load_tokenizer,
+    special_tokens,
+)
 from manualpar.errors import list_some, require
 from manualpar.models.finetuning.adapter_files import given_variables
 from manualpar.models.finetuning.lora import is_adapter
@@ -93,6 +103,7 @@ from manualpar.system.storage.untrusted import (
     model_file,
     open_own_file,
     read_file,
+    read_object,
     write_file,
 )
 
@@ -401,7 +412,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-TEMPLATES = "additional_chat_templates"  # The folder of chat templates with names.
+GENERATION_CONFIG = "generation_config.json"
+# The keys of configs for special tokens, and the names of the tokens in `tokenizer_config.json`.
+SPECIAL_IDS = {f"{name}_token_id": f"{name}_token" for name in ("bos", "eos", "pad")}
 
 
 def export_hf(
@@ -413,6 +426,7 @@ def export_hf(
     family: str = "",
     dtype: str = "",
     tokenizer: GivenPath | None = None,
+    template: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> AnyPath:
     """Writes a state of a `Transformer` to a directory that the library transformers can load.
@@ -436,7 +450,12 @@ def export_hf(
         the first family that can describe the model.
       dtype: The dtype of all tensors, such as `"bfloat16"`. The default is the dtype of `like`, or
         the dtype of the parameters.
-      tokenizer: A `tokenizer.json` to copy instead of the tokenizer in `like`.
+      tokenizer: The directory of a tokenizer, or a `tokenizer.json`, to copy instead of the
+        tokenizer in `like`. The config names its tokens that begin and end documents, and its
+        padding. `generation_config.json` names them too.
+      template: For a model of chats, the chat template as in `config.data.template`: a file, the
+        name of one of the tokenizer's templates, or "" for the tokenizer's template. It is written,
+        and answers also end at the token with which it ends a turn.
       max_shard_bytes: The most bytes of tensors in a file. A larger tensor gets a file for itself.
 
     Returns:
@@ -466,7 +485,11 @@ def export_hf(
             config, tensors = _plan(program, source, family=family, dtype=dtype)
             files = _divide(tensors, max_shard_bytes)
             target.check_free()
-            extras = _extra_files(source, tokenizer)
+            extras, folder = _extra_files(source, tokenizer)
+            own = tokenizer is not None
+            texts = _about_generation(program, config, extras, own=own)
+            if template is not None and folder is not None:
+                texts |= _about_chats(extras, texts, folder, template)
             if is_first:
                 with writing("export_hf", target.path):
                     owner.enter_context(target.owned())
@@ -482,7 +505,7 @@ def export_hf(
             _write_in_turn(target, files, arrays)
         with failing_together(), writing("export_hf", target.path):
             if is_first:
-                _write_rest(target, config, files, extras)
+                _write_rest(target, config, files, extras, texts)
             target.check_files()
         with failing_together(), writing("export_hf", target.path):
             if is_first:
@@ -503,6 +526,7 @@ def _plan(
         quantization = quantization_of(config)
         config.pop("quantization_config", None)  # Decoded tensors are written.
         config |= dict.fromkeys(config.keys() & {*MORE_LAYERS}, 0)  # They were left out.
+        config |= {"tie_word_embeddings": False} if architecture.is_untied else {}
         if architecture.wrapper:
             config["architectures"] = [FAMILIES[architecture.family].class_name]
         if has_tensors(source):
@@ -619,17 +643,170 @@ def _index(x: jax.Array, entry: tuple[jax.Array, ...]) -> jax.Array:
     return x
 
 
-def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, Path]:
-    """Returns the files to copy; the keys are their names in the export."""
+def _extra_files(
+    source: Path | None, tokenizer: GivenPath | None
+) -> tuple[dict[str, Path], Path | None]:
+    """Returns the files to copy; the keys are their names in the export.
+
+    The second result is the folder of the tokenizer; `None` if there is none.
+    """
     extras = {}
     if source is not None:
         extras = tokenizer_files(source, "export_hf: like")
-    if tokenizer is not None:
-        # A user has named the file itself, so it may be a link.
-        path = local_path(tokenizer, "export_hf: tokenizer").resolve()
-        _copied_size(path, path.parent, "export_hf: tokenizer")
-        extras["tokenizer.json"] = path
-    return extras
+    if tokenizer is None:
+        return extras, source
+    path, name = local_path(tokenizer, "export_hf: tokenizer"), "export_hf: tokenizer"
+    if path.is_dir():
+        kept = {each: file for each, file in extras.items() if each == GENERATION_CONFIG}
+        others = tokenizer_files(path, name)
+        others.pop(GENERATION_CONFIG, None)  # That of another model.
+        return kept | others, path
+    # A user has named the file itself, so it may be a link.
+    path = path.resolve()
+    _copied_size(path, path.parent, name)
+    return extras | {TOKENIZER: path}, path.parent
+
+
+def _about_generation(
+    program: Program,
+    config: dict[str, Any],
+    extras: dict[str, Path],
+    *,
+    own: bool,
+) -> dict[str, str]:
+    """Adds the special tokens to a config; returns the texts of files that name them.
+
+    Args:
+      config: The `config.json`, which is changed.
+      extras: The files to copy, see `_extra_files`; those that are written instead are removed.
+      own: Whether the tokenizer's tokens replace those of the config.
+    """
+    model, texts = transformer_of(program), dict[str, str]()
+    ids = _special_ids(extras)
+    if not ids and model.bos_token >= 0:  # Documents end where the next one begins.
+        ids = {"bos_token_id": model.bos_token, "eos_token_id": model.bos_token}
+    for name, value in ids.items():
+        if not value < model.vocab_size:
+            raise ValueError(
+                f"export_hf: the tokenizer has {name}={value}, expected a token below the model's "
+                f"vocab_size={model.vocab_size}."
+            )
+        if own or config.get(name) is None:
+            config[name] = value
+    own_config: dict[str, Any] = {}
+    if GENERATION_CONFIG in extras:
+        try:
+            own_config = read_object(extras[GENERATION_CONFIG])
+        except (OSError, ValueError) as error:
+            raise ValueError(f"export_hf: {extras[GENERATION_CONFIG]} {error}.") from error
+    missing = {k: x for k, x in _ends(config).items() if own or own_config.get(k) is None}
+    generation = {**own_config, **missing}
+    if generation and generation != own_config:
+        texts[GENERATION_CONFIG] = json.dumps(generation, indent=2) + "\n"
+        extras.pop(GENERATION_CONFIG, None)
+    if own and TOKENIZER_CONFIG not in extras and "bos_token_id" in ids:
+        texts |= _with_bos(extras, ids)
+    return texts
+
+
+def _ends(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the special tokens of a config for its `generation_config.json`."""
+    found = {name: config[name] for name in SPECIAL_IDS if config.get(name) is not None}
+    ends = found.get("eos_token_id")
+    if "pad_token_id" not in found and ends is not None:
+        found["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
+    return found if ends is not None else {}
+
+
+def _special_ids(extras: Mapping[str, Path]) -> dict[str, int]:
+    """Returns the numbers of the special tokens of a tokenizer, as the keys of a config."""
+    if TOKENIZER not in extras:
+        return {}
+    try:
+        fields = read_object(extras[TOKENIZER])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"export_hf: {extras[TOKENIZER]} {error}.") from error
+    named: dict[str, str] = {}
+    if TOKENIZER_CONFIG in extras:
+        path = extras[TOKENIZER_CONFIG]
+        try:
+            named = special_tokens(read_object(path), tuple(SPECIAL_IDS.values()))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"export_hf: {path} {error}.") from error
+    model = fields.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # Of a unigram model: pairs (text, score).
+        vocabulary = {pair[0]: n for n, pair in enumerate(vocabulary) if isinstance(pair, list)}
+    numbers = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    added = fields.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict):
+            numbers[token.get("content")] = token.get("id")
+    if "bos_token" not in named and (first := [name for name in BOS_NAMES if name in numbers]):
+        named["bos_token"] = first[0]
+    if "eos_token" not in named and "bos_token" in named:
+        named["eos_token"] = named["bos_token"]
+    named.setdefault("bos_token", named.get("eos_token", ""))
+    found = {name: numbers.get(named.get(text, "")) for name, text in SPECIAL_IDS.items()}
+    return {name: number for name, number in found.items() if type(number) is int}
+
+
+def _about_chats(
+    extras: dict[str, Path], texts: Mapping[str, str], folder: Path, template: str
+) -> dict[str, str]:
+    """Returns the texts of files with the chat template, and with its end of turn as an end."""
+    made: dict[str, str] = {}
+    try:
+        chats = Chats(load_tokenizer(str(folder)), template)
+        chats.prompt({"messages": [{"role": "user", "content": "asked"}]})
+    except ValueError as error:
+        logging.warning("export_hf: the chat template's end of turn is not known (%s)", error)
+        return made
+    if template:
+        made[TEMPLATE] = chats.chosen
+        extras.pop(TEMPLATE, None)
+    generation: dict[str, Any] = {}
+    if GENERATION_CONFIG in texts:
+        generation = json.loads(texts[GENERATION_CONFIG])
+    elif GENERATION_CONFIG in extras:
+        generation = read_object(extras[GENERATION_CONFIG])
+    found = generation.get("eos_token_id")
+    found = found if isinstance(found, list) else [] if found is None else [found]
+    if new := [end for end in sorted(chats.end_tokens) if end not in found]:
+        generation["eos_token_id"] = [*found, *new]
+        made[GENERATION_CONFIG] = json.dumps(generation, indent=2) + "\n"
+        extras.pop(GENERATION_CONFIG, None)
+    return made
+
+
+def _with_bos(extras: dict[str, Path], ids: Mapping[str, int]) -> dict[str, str]:
+    """Writes a config for a tokenizer without one, and puts BOS before each text, as in training.
+
+    A tokenizer that already changes the tokens of a text at its end is left as it is.
+    """
+    fields = read_object(extras[TOKENIZER])
+    if fields.get("post_processor") is not None:
+        return {}
+    del extras[TOKENIZER]
+    numbers = {token["id"]: token["content"] for token in fields.get("added_tokens") or ()}
+    names = {text: numbers.get(ids.get(name, -1)) for name, text in SPECIAL_IDS.items()}
+    bos = names["bos_token"]
+    if bos is None:
+        return {}
+    begin = {"SpecialToken": {"id": bos, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
+    fields["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, second],
+        "special_tokens": {bos: {"id": bos, "ids": [ids["bos_token_id"]], "tokens": [bos]}},
+    }
+    named = {name: text for name, text in names.items() if text is not None}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    return {
+        TOKENIZER: json.dumps(fields, ensure_ascii=False),
+        TOKENIZER_CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+    }
 
 
 def tokenizer_files(folder: Path, name: str, others: Sequence[str] = ()) -> dict[str, Path]:
@@ -672,17 +849,21 @@ def _write_rest(
     config: Mapping[str, Any],
     files: Files,
     extras: Mapping[str, Path],
+    texts: Mapping[str, str],
 ) -> None:
-    """Copies the files in `extras`; writes the config, and an index for several tensor files."""
+    """Copies the files in `extras`; writes `texts`, the config, and an index for several files."""
     for name, source in extras.items():
         with target.file(name) as path:
             write_file(path, read_file(source))
-    texts = {}
+    for name, text in texts.items():
+        with target.file(name) as path:
+            write_file(path, text)
+    objects = {}
     if len(files) > 1:
         total = sum(tensor.nbytes for of_file in files.values() for tensor in of_file)
         weight_map = {t.name: name for name, of_file in files.items() for t in of_file}
-        texts[INDEX_FILE] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    texts[CONFIG_FILE] = dict(config)
-    for name, value in texts.items():
+        objects[INDEX_FILE] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    objects[CONFIG_FILE] = dict(config)
+    for name, value in objects.items():
         with target.file(name) as path:
             write_file(path, json.dumps(value, indent=2) + "\n")

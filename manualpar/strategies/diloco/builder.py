@@ -32,8 +32,9 @@ from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn, Metrics
 from manualpar.core.model.options import PROGRAM_OPTIONS, ProgramOptions, first_sentences
-from manualpar.core.parameters.collectives import CommPolicy, Format, Quantization
+from manualpar.core.parameters.collectives import Format, MixedPrecisionPolicy, Quantization
 from manualpar.core.parameters.placement import with_shardings
+from manualpar.core.program.optimizer_update import Optimizer
 from manualpar.core.program.program import JittedSteps, OuterSteps, Program, StepFunction
 from manualpar.core.program.state_arrays import check_alive, is_deleted
 from manualpar.core.state.train_state import TrainState
@@ -243,7 +244,7 @@ def build_diloco(
     replica_axes: tuple[str, ...],
     every: int,
     outer_tx: optax.GradientTransformation,
-    outer_comm: CommPolicy,
+    outer_comm: MixedPrecisionPolicy,
     num_fragments: int,
     overlap: bool,
     compiler_options: dict[str, Any] | None,
@@ -326,7 +327,7 @@ def build_diloco(
 
 def diloco(
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     *,
     every: int,
@@ -434,7 +435,7 @@ def diloco(
         replica_axes=axes,
         every=every,
         outer_tx=outer_tx,
-        outer_comm=CommPolicy(
+        outer_comm=MixedPrecisionPolicy(
             reduce=Format(
                 inner_program.comm.reduce.dtype,
                 BlockQuantizer(outer_code) if outer_code else None,
@@ -535,7 +536,7 @@ def _check_steps(program: Program) -> None:
 
 def diloco_of_config(
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     *,
     inner: str,

@@ -38,7 +38,7 @@ class DiLoCoState:
     """Makes the state of all replicas from the states of `inner`, the program of one replica.
 
     Attributes:
-      placements: The tree of parameters with a `Route` at each leaf.
+      placements: The tree of parameters with a `ParameterSharding` at each leaf.
       fragments: Divides the parameters into parts that are exchanged at different steps.
       fragment_tx: The outer optimizer of one fragment.
       outer_tx: The outer optimizer of all fragments.

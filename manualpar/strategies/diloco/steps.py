@@ -26,14 +26,14 @@ from manualpar.core.modes.gradients import sync_metrics
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.variable_reduction import KNOWN, CollectionSync, sync_collections
-from manualpar.core.parameters.collectives import CommPolicy, cast_to_varying
+from manualpar.core.parameters.collectives import MixedPrecisionPolicy, cast_to_varying
 from manualpar.core.parameters.placement import (
     Placement,
     combine,
     is_inside,
     param_specs,
+    parameter_sharding,
     partition,
-    route_parameter,
     state_specs,
     trained,
 )
@@ -79,7 +79,7 @@ class ReplicaSteps:
         replicated_step: Step,
         axes: tuple[str, ...],
         state: DiLoCoState,
-        outer_comm: CommPolicy,
+        outer_comm: MixedPrecisionPolicy,
     ) -> None:
         """Sets the attributes; `outer_comm` has the dtype and quantizer of sent differences."""
         self.inner, self.axes, self.state = inner, axes, state
@@ -287,7 +287,7 @@ def replicated_step(
     mode = dataclasses.replace(step.mode, mesh=mesh, data_axes=roles.data_axes)
     infos = step.model.parameters
     placements = jax.tree.map(
-        lambda info, place: route_parameter(place, info, roles, mesh), infos, step.placements
+        lambda info, place: parameter_sharding(place, info, roles, mesh), infos, step.placements
     )
     strategy = dataclasses.replace(
         step.strategy, name=name, replica_axes=(*axes, *step.strategy.replica_axes)
@@ -331,7 +331,11 @@ def _without_loss(tx: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def mean_difference(
-    common: Any, replica: Any, examples: jax.Array, axes: tuple[str, ...], comm: CommPolicy
+    common: Any,
+    replica: Any,
+    examples: jax.Array,
+    axes: tuple[str, ...],
+    comm: MixedPrecisionPolicy,
 ) -> Any:
     """Returns the mean over replicas of `common - replica`.
 

@@ -48,6 +48,7 @@ PURPOSE_COLORS = {
     purposes.PIPELINE_SCOPE: "#B5E2D3",
     purposes.EXAMPLES_SCOPE: MEMORY_COLORS["batch"],
     purposes.OPTIMIZER_SCOPE: MEMORY_COLORS["optimizer"],
+    purposes.MATRICES_SCOPE: "#E3B5CF",
     purposes.OUTER_SCOPE: "#8C4B73",
 }
 # How a device spends its time.

@@ -16,9 +16,10 @@ import functools
 import logging
 import math
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -269,11 +270,28 @@ def leaves_to_read(
         if own:
             report("Residuals of gradients begin with zeros: the checkpoint has none that fit.")
     if differences := find_differences(leaves, stored, keys):
+        trained, before = (_matrices_of_muon(x) for x in ((x.keys for x in leaves), arrays))
+        if trained and before and trained != before:
+            raise CheckpointError(
+                f"checkpoint {path} has the state of a Muon that trains other matrices. To go on "
+                f"with them, set config.optimizer.matrices={tuple(sorted(before))}; releases "
+                "before 0.4 took each array of two dims for a matrix. Or choose another workdir."
+            )
         raise CheckpointError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}. Choose another "
             "workdir, or the config of the run that saved the checkpoint."
         )
     return leaves
+
+
+def _matrices_of_muon(arrays: Iterable[tuple[str, ...]]) -> set[str]:
+    """Returns globs of the parameters for which the state of `optax.contrib.muon` has momentum."""
+    globs = set()
+    for keys in arrays:
+        if {"muon", "mu"} <= {*keys} and "adam" not in keys:
+            path = "/".join(keys[len(keys) - keys[::-1].index("mu") :])
+            globs.add(re.sub(r"\d+", "*", path))  # One glob for all layers that are written out.
+    return globs
 
 
 def _is_empty(leaf: Leaf) -> bool:

@@ -159,6 +159,23 @@ def test_the_first_choice_that_fits(devices8, monkeypatch):
     assert "would compile for long" in choice.why
 
 
+def test_loops_stay_loops_between_hosts_where_they_gather_early(devices8, monkeypatch):
+    choose(monkeypatch, UNROLLED, DOTS, FULL)
+    monkeypatch.setattr(layer_loops, "count_hosts", lambda mesh: 2)
+    early = {"compiler_options": {layer_loops.BUFFERING: True}}
+    rows = [
+        ("marked", DOTS, early),
+        ("marked, written out", UNROLLED, early),  # It has no loop that could stay one.
+        ("marked", UNROLLED, {}),
+        ("marked", UNROLLED, early | {"mode": "auto"}),
+    ]
+    for name, expected, options in rows:
+        with planned_memory(2**21):
+            choice = build(name, devices8, **options).layer_choice
+        assert choice[:2] == expected[:2], (name, options)
+        assert ("gathers between 2 hosts would be exposed" in choice.why) == (expected == DOTS)
+
+
 def test_a_loop_keeps_what_products_make(devices8, monkeypatch):
     """Without the choice the loop also keeps float32 copies, sines and masks of the MLP's width."""
     wide = {}

@@ -17,7 +17,7 @@ from manualpar.core.mesh.axes import axes_size, axis_tuple, is_axis_bound
 from manualpar.core.parameters.annotations import check_rules, mesh_names, names_on, split
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
-from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.inspect import bytes_by_axes, parameter_collectives, step_bytes, trace_collectives
 from manualpar.layers.boundaries import enter, leave
 from manualpar.training.checkpoints import Checkpoints
 from tests.core.parameters.split_models import (
@@ -369,7 +369,7 @@ def test_every_gradient_is_that_of_one_device(devices8, model, axes, builder, op
     check(build(model, axes, builder, **options), model)
 
 
-# What is sent is what the closed form says.
+# What is sent is what the formula says.
 
 
 @pytest.mark.parametrize(
@@ -380,10 +380,10 @@ def test_every_gradient_is_that_of_one_device(devices8, model, axes, builder, op
         (ExpertNet(), {"data": 4, "model": 2}, {"reshard_after_forward": False}),
     ],
 )
-def test_what_is_sent_for_parameters_is_the_closed_form(devices8, model, axes, options):
+def test_what_is_sent_for_parameters_is_the_formula(devices8, model, axes, options):
     program = build(model, axes, **options)
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
+    sent = bytes_by_axes(parameter_collectives(trace_collectives(traced)))
     assert sent == step_bytes(program)
 
 

@@ -8,7 +8,7 @@ from manualpar import gather_array_with_mean_grads, gather_examples, make_mesh
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.parameters.collectives import (
     EXACT,
-    CommPolicy,
+    MixedPrecisionPolicy,
     cast_to_varying,
     gather_invariant,
     is_vma_checked,
@@ -20,7 +20,7 @@ AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
 BOTH = ("data", "model")
 # The axes, and whether types are checked.
 GATHERED = [*((axes, True) for axes in AXIS_NAMES), (BOTH, False)]
-AXIS_BY_AXIS = CommPolicy(axis_by_axis=True)
+AXIS_BY_AXIS = MixedPrecisionPolicy(axis_by_axis=True)
 
 
 def skip_unless_mesh_has(mesh, axis_name):

@@ -15,7 +15,7 @@ from manualpar.core.parameters import placement as shard_rules
 from manualpar.core.parameters.placement import ParameterInfo
 from manualpar.core.tracing.jaxprs import inner_jaxprs
 from manualpar.core.tracing.scopes import REDUCE_SCOPE
-from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.inspect import bytes_by_axes, parameter_collectives, step_bytes, trace_collectives
 from manualpar.models import Context, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from tests.core.model.nnx_stacks import BATCHES, Stack
@@ -83,7 +83,9 @@ def scatters(jaxpr, in_loop=False):
 def means(program):
     """Counts the collectives of means of gradients by how often a step runs each of them."""
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    found = [x for x in of_parameters(trace_collectives(traced)) if x.purpose == REDUCE_SCOPE]
+    found = [
+        x for x in parameter_collectives(trace_collectives(traced)) if x.purpose == REDUCE_SCOPE
+    ]
     return collections.Counter(x.times for x in found)
 
 
@@ -199,7 +201,9 @@ def test_gradients_averaged_in_a_loop_are_those_of_one_device(case):
     assert means(program)[LAYERS] >= sum(place.in_loop for place in placed) > 0
     if case not in ("split layers", "context"):  # These also send activations.
         traced = program.train_step.trace(program.abstract_state, batch)
-        assert bytes_by_axes(of_parameters(trace_collectives(traced))) == step_bytes(program)
+        assert bytes_by_axes(parameter_collectives(trace_collectives(traced))) == step_bytes(
+            program
+        )
     rtol = 0.05 if case == "codes" else None
     assert_same_as_one_device(program, batch, jax.random.key(0), rtol=rtol)
 

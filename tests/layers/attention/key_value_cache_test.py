@@ -36,10 +36,8 @@ def test_rows_of_all_lengths_attend_as_without_a_cache(scoring):
     query, key, value = (
         jnp.asarray(rng.normal(size=(B, S, heads, H)), jnp.float32) for heads in (K * G, K, K)
     )
-    documents = jnp.asarray([[0] * S, [0, 0, 0, *[1] * (S - 3)], [0] * S])
-    starts = jnp.array([0, 3, 0])
     attention_of = jax.jit(functools.partial(attention, **scoring._asdict()))
-    expected = attention_of(query, key, value, documents)
+    expected = attention_of(query, key, value)
     lengths = np.array([9, 6, 1])
     prompts = Prompts(jnp.asarray(lengths), 16)
     cache = jax.jit(lambda *xs: tuple(keep_prompts(x, prompts, scoring) for x in xs))(key, value)
@@ -48,7 +46,7 @@ def test_rows_of_all_lengths_attend_as_without_a_cache(scoring):
     for step in range(3):
         places = np.arange(B), lengths + step
         new = [jnp.asarray(np.asarray(x)[places])[:, None] for x in (query, key, value)]
-        past = Past(jnp.asarray(places[1]), starts)
+        past = Past(jnp.asarray(places[1]))
         out = attend(*new, cache, past, scoring)
         np.testing.assert_allclose(out[:, 0], np.asarray(expected)[places], atol=2e-6)
         cache = jax.jit(append)(cache, tuple(new[1:]), past.position)

@@ -271,7 +271,7 @@ def test_a_transformer_takes_it_and_is_that_of_one_device(mesh, mode, fields, on
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
     """As if the mesh were of TPUs, with small blocks."""
-    monkeypatch.setattr(splash_parts, "platform_traced_for", lambda: "tpu")
+    monkeypatch.setattr(splash_parts, "has_tpu_kernels", lambda: True)
     make = functools.partial(kernels.make_splash_mha, interpret=True)
     monkeypatch.setattr(kernels, "make_splash_mha", make)
     monkeypatch.setattr(splash_parts, "BLOCKS", (128,))

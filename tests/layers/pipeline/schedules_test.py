@@ -1,4 +1,4 @@
-"""The schedules: their events, bubbles and slots against closed forms."""
+"""The schedules: their events, bubbles and slots against formulas."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ SIZES = [*itertools.product((1, 2, 4), (1, 2, 3, 5, 8), (1, 2, 3))]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_bubble_is_that_of_the_closed_form(schedule):
+def test_the_bubble_is_that_of_the_formula(schedule):
     for stages, microbatches, chunks in SIZES:
         table = make_table(schedule, stages, microbatches, chunks)
         forward_ticks = chunks * microbatches + stages - 1

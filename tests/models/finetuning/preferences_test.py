@@ -1,5 +1,6 @@
 """Preference tuning against the formula of direct preference optimization on one device."""
 
+import json
 from typing import Any
 
 import flax.linen as nn
@@ -7,17 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from manualpar import Batch, fsdp, lora, quantized
-from manualpar.data import load_tokenizer, preference_examples
+from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.train_command import run_command
+from manualpar.data import load_dataset, load_tokenizer, preference_examples
+from manualpar.data.chat import Chats
 from manualpar.data.tokenizer import ByteTokenizer
 from manualpar.models import Split, Transformer
 from manualpar.models.finetuning.preferences import WithReference, first_call, preference_loss
+from manualpar.models.generation import Generator
+from manualpar.models.pretrained import export_hf
+from manualpar.training.experiment import prepare
 from manualpar.training.fitting import fit
+from manualpar.training.imported_model import fill_from_hf
+from manualpar.training.load_run import load_directory, load_run
 from tests.data.chats import CHATML, write_chat_tokenizer
 from tests.models.finetuning.adapted_models import OURS, by_path, is_adapter, on
+from tests.models.generation.programs import make_program
 from tests.one_device import slow_unless
+from tests.paths import ROOT
 
 BETA = 0.3
 RANDOM = np.random.default_rng(0)
@@ -195,5 +208,108 @@ def test_what_has_no_reference_or_is_no_pair_is_refused():
         build(PLAIN)
     with pytest.raises(ValueError, match=r"the model has z_loss=0\.1, expected 0"):
         build(WithReference(PLAIN.clone(z_loss=0.1)))
+    with pytest.raises(ValueError, match=r"the model has bos_token=1, expected -1"):
+        build(WithReference(PLAIN.clone(bos_token=1)))
     with pytest.raises(ValueError, match=r"expected \[B, 2, S\] each"):
         build(WithReference(PLAIN), Batch(BATCH.inputs, BATCH.labels))
+
+
+def _pairs(number=60):
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"Is {n} even?"}],
+            "chosen": [{"role": "assistant", "content": "It is"}],
+            "rejected": [{"role": "assistant", "content": f"You are {n}"}],
+        }
+        for n in range(number)
+    ]
+
+
+def test_files_of_pairs_are_a_source(tmp_path):
+    """In every form of rows, with the pairs of `preference_examples`."""
+    named = write_chat_tokenizer(tmp_path / "t", CHATML, bos_token="<|im_start|>")
+    pairs = _pairs()
+    options = {"seed": 0, "sequence_length": 64, "held_out": 0.2, "tokenizer": named}
+    expected = preference_examples(pairs, load_tokenizer(named), 64)
+    wanted = {example.inputs.tobytes() for example in expected.pairs}
+    names = {"user": "human", "assistant": "gpt"}
+    sharegpt = [
+        {
+            field: [{"from": names[m["role"]], "value": m["content"]} for m in messages]
+            for field, messages in pair.items()
+        }
+        for pair in pairs
+    ]
+    (tmp_path / "pairs.json").write_text(json.dumps(sharegpt))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    prints = set()
+    for name in ("pairs.json", "pairs.jsonl", "pairs.parquet"):
+        dataset = load_dataset("preferences", path=str(tmp_path / name), **options)
+        splits = dataset.train, dataset.eval, dataset.test
+        assert {x.inputs.tobytes() for split in splits for x in split.pairs} == wanted
+        prints.add(dataset.fingerprint)
+    assert len(prints) == 1
+    bad = [*pairs, {"prompt": "a"}, {**pairs[0], "rejected": pairs[0]["chosen"]}]
+    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, bad)))
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 61: has no 'chosen', expected"):
+        load_dataset("preferences", path=str(tmp_path / "bad.jsonl"), **options)
+    with pytest.warns(UserWarning, match=r"skipped 2 bad rows: .*line 62: has the same answer"):
+        load_dataset("preferences", path=str(tmp_path / "bad.jsonl"), bad_rows="skip", **options)
+    options["sequence_length"] = 30
+    with pytest.raises(ValueError, match=r"line \d+: has an answer that ends after \d+ positions"):
+        load_dataset("preferences", path=str(tmp_path / "pairs.jsonl"), **options)
+    with pytest.raises(ValueError, match="`long_examples` is 'cut', expected 'error' or 'drop'"):
+        load_dataset("preferences", path=str(tmp_path), long_examples="cut", **options)
+
+
+@pytest.mark.slow
+def test_a_command_tunes_adapters_of_an_imported_model(tmp_path):
+    """With BOS within the chats; and the export of the run answers as the run does."""
+    named = write_chat_tokenizer(tmp_path / "model", CHATML, bos_token="<|im_start|>")
+    plain = Transformer(
+        vocab_size=load_tokenizer(named).vocab_size,
+        num_layers=1,
+        hidden_size=32,
+        num_heads=2,
+        mlp_size=32,
+    )
+    program = make_program(plain, {"data": 1})
+    state = program.init(jax.random.key(0))
+    export_hf(program, state, tmp_path / "hf", tokenizer=named, template="")
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, _pairs())))
+    flags = [
+        f"--model.from_hf={tmp_path / 'hf'}",
+        f"--workdir={tmp_path / 'run'}",
+        f"--data.path={tmp_path / 'pairs.jsonl'}",
+        "--data.source=preferences",
+        "--data.sequence_length=64",
+        "--data.batch_size=8",
+        "--data.held_out=0.1",
+        "--optimizer.warmup_steps=0",
+        "--training.num_steps=20",
+        "--training.eval_every_steps=20",
+        "--checkpoint.every_steps=20",
+        "--model.dtype=float32",
+        "--mesh=data=2",
+    ]
+    config = ROOT / "configs" / "lora_lm.py"
+    refused = parse_command_line(
+        ["train", f"--config={config}", *flags, "--model.lora=()"], default_config=config
+    )
+    with pytest.raises(ValueError, match=r"config\.model\.lora is \(\), expected adapters"):
+        prepare(fill_from_hf(refused.config))
+    command = parse_command_line(["train", f"--config={config}", *flags], default_config=config)
+    assert run_command(command) == 0
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = {line["step"]: line["loss"] for line in lines if line.get("split") == "eval"}
+    assert losses[20] < 0.6 < losses[0] == pytest.approx(np.log(2), abs=1e-4)
+    run = load_run(tmp_path / "run", mesh={"data": 1})
+    out = export_hf(run.program, run.state, tmp_path / "out", like=tmp_path / "hf")
+    other = load_directory(out, mesh={"data": 1})
+    asked = [Chats(run.tokenizer).prompt({"messages": _pairs(1)[0]["prompt"]})]
+    answers = [
+        Generator(each.program).generate(each.state, asked, max_tokens=5)[0].tokens
+        for each in (run, other)
+    ]
+    assert answers[0] == answers[1]

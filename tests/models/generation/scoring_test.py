@@ -36,13 +36,15 @@ def test_scores_are_those_of_one_sequence_on_one_device(name, devices8):
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 64, size).tolist() for size in (3, 20, 7, 2, 40, 9, 5)]
     cuts = [1, 15, 2, 1, 39, 4, 3]
+    tokens[1][7] = 0  # The token that begins a document, in the middle of a sequence.
     pairs = [(row[:cut], row[cut:]) for row, cut in zip(tokens, cuts, strict=True)]
     scores = score_completions(generator, state, pairs)
-    params, apply = (
-        jax.device_get(state.params),
-        jax.jit(with_fields(plain, capacity_factor=0.0).apply),
-    )
-    for row, cut, score in zip(tokens, cuts, scores, strict=True):
+    packed = score_completions(generator, state, pairs[1:2], packed=True)
+    params, model = jax.device_get(state.params), with_fields(plain, capacity_factor=0.0)
+    one, several = (jax.jit(x.apply) for x in (model.clone(bos_token=-1), model))
+    assert (packed[0] == scores[1]) == (plain.bos_token < 0)
+    cases = zip(tokens, cuts, scores, [one] * len(tokens), strict=True)
+    for row, cut, score, apply in (*cases, (tokens[1], cuts[1], packed[0], several)):
         padded = np.zeros((1, 40), np.int32)
         padded[0, : len(row)] = row
         logits = jax.nn.log_softmax(apply({"params": params}, padded)[0])

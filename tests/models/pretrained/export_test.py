@@ -96,13 +96,16 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path, monkeypa
     assert (target / "additional_chat_templates" / "rag.jinja").read_text() == "{{ messages }}"
     original = json.loads((directory / "config.json").read_text())
     assert json.loads((target / "config.json").read_text()) == original
+    ends = {"eos_token_id": original["eos_token_id"], "pad_token_id": original["eos_token_id"][0]}
+    assert json.loads((target / "generation_config.json").read_text()) == ends
     assert safe_open(target / shards[0], "np").__enter__().metadata() == {"format": "pt"}
     # Whoever may read what this user writes may read the weights.
     modes = {path.stat().st_mode & 0o777 for path in target.iterdir() if path.is_file()}
     assert modes == {0o666 & ~current_umask()}
     # What is written can be loaded again, and a family is found without another directory.
     at_once = during(monkeypatch, lambda: export_hf(program, state, tmp_path / "again"))
-    again = export_hf(program, load_hf(program, target), tmp_path / "again", tokenizer=__file__)
+    own = {"tokenizer": directory / "tokenizer.json"}
+    again = export_hf(program, load_hf(program, target), tmp_path / "again", **own)
     assert "again is being written by another process: process" in str(at_once.pop())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "out"]
     assert_same_files(read(again), {k: x.astype(np.float32) for k, x in tensors.items()})

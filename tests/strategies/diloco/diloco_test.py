@@ -16,8 +16,8 @@ from manualpar import Batch, data_parallel, diloco, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import (
     bytes_by_axes,
     compiled_collectives,
-    of_parameters,
     outer_step_bytes,
+    parameter_collectives,
     state_bytes,
     step_bytes,
     step_memory,
@@ -375,7 +375,7 @@ def test_between_two_meetings_only_metrics_cross(devices8):
         for code in (None, "int8", "int4")
     ],
 )
-def test_an_outer_step_sends_what_the_closed_form_says(devices8, inner, mesh, outer_code):
+def test_an_outer_step_sends_what_the_formula_says(devices8, inner, mesh, outer_code):
     options = {"model": Mlp(width=257), "tx": optax.adam(1e-2), "every": 2}
     program = build(mesh, inner, **options, outer_code=outer_code)
     outer = trace_collectives(program.outer.steps[-1].trace(program.abstract_state))
@@ -395,7 +395,7 @@ def test_an_outer_step_sends_what_the_closed_form_says(devices8, inner, mesh, ou
 
 def sent_bytes(collectives):
     """What is sent for parameters, by axes; nothing is sent over an axis of size 1."""
-    return {axes: x for axes, x in bytes_by_axes(of_parameters(collectives)).items() if x}
+    return {axes: x for axes, x in bytes_by_axes(parameter_collectives(collectives)).items() if x}
 
 
 @pytest.mark.slow

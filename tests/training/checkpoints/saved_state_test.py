@@ -1,10 +1,13 @@
 """What is stored are plain arrays: every strategy on every mesh reads them, and other programs."""
 
+import ast
 import errno
+import functools
 import gc
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,12 +26,15 @@ from absl import logging as absl_logging
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, fsdp, make_mesh, zero
+from manualpar import Batch, abstract_mesh, fsdp, make_mesh, muon_dims, zero
+from manualpar.models import Transformer
+from manualpar.models.cross_entropy import language_model_loss
 from manualpar.training.checkpoints import CheckpointError, Checkpoints
 from manualpar.training.checkpoints.saved_state import (
     cannot_write,
     explain_failure,
     find_differences,
+    leaves_to_read,
     mute,
     nest,
     state_leaves,
@@ -374,6 +380,36 @@ def test_a_workdir_of_another_model_is_named_before_arrays_are_read(saved):
                 checkpoints.restore(program, report=no_report)
             assert "is of another model" in str(caught.value)
             assert "Choose another workdir" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_muon_with_other_matrices_is_told_how_to_keep_them():
+    """Releases before 0.4 took each array of two dims for a matrix, as optax does."""
+    mesh = abstract_mesh({"data": 8}, 8)
+    batch = Batch(*(np.zeros((8, 4), np.int32) for _ in "xy"))
+    sizes = {"vocab_size": 16, "hidden_size": 8, "num_heads": 2, "mlp_size": 8, "num_layers": 1}
+    model = Transformer(**sizes, scan_layers=False)
+
+    def program(tx):
+        return fsdp(model, tx, language_model_loss, mesh=mesh, batch=batch, min_weight_size=1)
+
+    def with_dims(*globs):
+        def tx(parameters):
+            dims = muon_dims(parameters, globs)
+            return optax.contrib.muon(0.1, muon_weight_dimension_numbers=dims)
+
+        return tx
+
+    old = state_leaves(program(optax.contrib.muon(0.1)))
+    stored = nest(old, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    keys = {leaf.name: "threefry2x32" for leaf in old if leaf.is_key}
+    check = functools.partial(leaves_to_read, "run/1", report=no_report)
+    expected = r"a Muon that trains other matrices.* config.optimizer.matrices=\('embedding', "
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        check(program(with_dims()), stored, keys)
+    globs = ast.literal_eval(re.search(r"matrices=(\(.*?\))", str(caught.value))[1])
+    assert "layer_*/mlp/up/kernel" in globs
+    assert len(check(program(with_dims(*globs)), stored, keys)) == len(old)
 
 
 def test_another_kind_of_key_is_refused(saved):

@@ -1,4 +1,4 @@
-"""The closed form of a step, against traced programs: every collective, and every product.
+"""The formula of a step, against traced programs: every collective, and every product.
 
 Kinds, axes, purposes, numbers and bytes of collectives are equal, and so are the operations of
 products with weights in each phase. `layout_estimate_test` compares times and memory.
@@ -15,9 +15,9 @@ from manualpar.models import Transformer
 from manualpar.models.flat_fields import with_fields
 from manualpar.planner.step_work import StepWork, read_work
 from manualpar.planner.topology import parse_topology
-from manualpar.plans.closed_form.layout import Layout
-from manualpar.plans.closed_form.layout_estimate import LayoutEstimator
-from manualpar.plans.closed_form.layout_search import config_of_layout
+from manualpar.plans.layouts.layout import Layout
+from manualpar.plans.layouts.layout_estimate import LayoutEstimator
+from manualpar.plans.layouts.layout_search import config_of_layout
 from manualpar.plans.sweep import throughput_of
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
@@ -36,7 +36,7 @@ GROUPS = GEMMA | {"num_layers": 4}
 def works(
     layout: Layout, *, name: str = "fsdp_lm", fields: Mapping[str, Any] | None = None
 ) -> tuple[StepWork, StepWork]:
-    """The work of a small model's step, traced and in closed form."""
+    """The work of a small model's step, traced and by formula."""
     config = config_of_layout(load_config(ROOT / "configs" / f"{name}.py"), layout)
     config.data.batch_size, config.data.sequence_length = 32, 64
     config.model.update(SIZES | {"vocab_multiple": 8, "attention": "xla"})
@@ -158,7 +158,7 @@ def test_every_collective_and_product_is_that_of_the_traced_step(layout, fields)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LANGUAGE_MODELS, *(f"plan/{name}" for name in PLANNED)])
-def test_every_family_of_configs_has_its_closed_form(name):
+def test_every_family_of_configs_has_its_formula(name):
     traced, closed = works(P(data=2, model=2, num_minibatches=2), name=name)
     assert collectives(closed) == collectives(traced)
     assert operations(closed) == pytest.approx(operations(traced), rel=1e-9)

@@ -1,8 +1,8 @@
-"""The products and the memory of a device in a step, in closed form, for an untraced layout.
+"""The products and the memory of a device in a step, by formula, for an untraced layout.
 
-The closed form lists the products that a traced program has, forward and backward. Attention is one
+The formula lists the products that a traced program has, forward and backward. Attention is one
 fused kernel, which keeps its scores on the chip and computes the half that a causal mask leaves.
-`tests/plans/closed_form/layout_law_test.py` compares the products with `read_work`.
+`tests/plans/layouts/layout_law_test.py` compares the products with `read_work`.
 
 Memory is the memory at the fullest moment: the state, the activations that layers keep for their
 backward pass, and the arrays that the loss or one layer makes in its backward pass. A pipeline of
@@ -18,7 +18,7 @@ from manualpar.inspect.flops import Product, TickParts
 from manualpar.inspect.layer_formulas import BACKWARD, FORWARD, RECOMPUTED
 from manualpar.inspect.memory import Memory
 from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
-from manualpar.plans.closed_form.layout import DeviceSizes, Layout
+from manualpar.plans.layouts.layout import DeviceSizes, Layout
 
 HALF, SINGLE = 2, 4  # Bytes of an element: bfloat16 (computed and sent) and float32 (stored).
 STATE = 2  # The number of Adam's averages of a parameter.

@@ -1,9 +1,9 @@
 """Estimates a step on a layout that has not been traced.
 
-The closed form makes the `StepWork` of a layout: its collectives, its products and its memory. The
+The formula makes the `StepWork` of a layout: its collectives, its products and its memory. The
 roofline then times this work like the work of a traced program (`manualpar.planner.roofline`).
 
-The closed form makes these assumptions. Only the largest products and reductions count. All stages
+The formula makes these assumptions. Only the largest products and reductions count. All stages
 have as many layers as the fullest stage. If a model has a token that begins documents, each step
 numbers the documents of its batch. Each step checks that gradients are finite. Quantizing and
 dequantizing take no time, and quantization saves bytes that are sent, but no memory.
@@ -45,18 +45,18 @@ from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import PartWork, PipelineWork, StepWork
 from manualpar.planner.timed_collectives import Rings
 from manualpar.planner.topology import Topology
-from manualpar.plans.closed_form.layout import (
+from manualpar.plans.layouts.layout import (
     LAYERS,
     DeviceSizes,
     Layout,
     abstract_parameters,
-    check_closed_form,
+    check_formulas,
     find_obstacle,
     model_on,
     parameter_forms,
     sizes_on_device,
 )
-from manualpar.plans.closed_form.layout_work import (
+from manualpar.plans.layouts.layout_work import (
     SINGLE,
     STATE,
     kept_for_backward,
@@ -82,7 +82,7 @@ class LayoutEstimator:
       overlap: The compiler options, see `manualpar.core.mesh.compiler_options`.
 
     Raises:
-      ValueError: There is no closed form for the model.
+      ValueError: There is no formula for the model.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LayoutEstimator:
         min_weight_size: int = PARAMETER_SHARDING["min_weight_size"].default,
         overlap: Overlap = "auto",
     ) -> None:
-        check_closed_form(model)
+        check_formulas(model)
         self.model, self.topology, self.even = model, topology, even
         self.examples, self.positions = examples, positions
         self._min_weight_size, self._overlap = min_weight_size, overlap
@@ -158,7 +158,7 @@ class LayoutEstimator:
             overlap=self._overlap,
             pipeline=pipeline,
             stacked=0.0 if ticks else kept_for_backward(x, layout),
-            source="closed form",
+            source="formula",
         )
 
     def _uncached_on_mesh(
@@ -191,14 +191,14 @@ def _parts_of_table(stages: int, microbatches: int, chunks: int) -> TickParts:
 
 
 # -------------------------------------------------------------------------------------------------
-# The collectives of a step on a layout, in closed form.
+# The collectives of a step on a layout, by formula.
 #
 # `manualpar.inspect.expected_bytes` has the formulas for parameters and gradients, and the
 # layout's strategy decides how they are sharded. `manualpar.models.transformer_collectives` has
 # the formulas for activations. This module counts how often a step runs each collective, and gives
 # each the scope that it has in a traced program; the scope names the pass.
 #
-# `tests/plans/closed_form/layout_law_test.py` compares the collectives with traced programs.
+# `tests/plans/layouts/layout_law_test.py` compares the collectives with traced programs.
 
 
 BFLOAT16 = jnp.dtype("bfloat16")

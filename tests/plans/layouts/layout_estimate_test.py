@@ -1,4 +1,4 @@
-"""The closed form of a step on many devices, against programs that are traced for them."""
+"""The formula of a step on many devices, against programs that are traced for them."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,16 +16,16 @@ from manualpar.models.flat_fields import nest_fields, with_fields
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import parse_topology
-from manualpar.plans.closed_form.layout import Layout, find_obstacle, sizes_on_device
-from manualpar.plans.closed_form.layout_estimate import LayoutEstimator, estimate_layout
-from manualpar.plans.closed_form.layout_search import (
+from manualpar.plans.layouts.layout import Layout, find_obstacle, sizes_on_device
+from manualpar.plans.layouts.layout_estimate import LayoutEstimator, estimate_layout
+from manualpar.plans.layouts.layout_search import (
     config_of_layout,
     factorisations,
     fastest_of_each_mesh,
     layout_fields,
     rank_layouts,
 )
-from manualpar.plans.closed_form.layout_work import (
+from manualpar.plans.layouts.layout_work import (
     activation_slots,
     layer_products,
     state_elements,
@@ -74,7 +74,7 @@ def _traced(name, layout, *, length=0):
 
 
 def _check(name, topology, layout):
-    """Holds time and memory of the closed form against the traced program's."""
+    """Holds time and memory of the formula against the traced program's."""
     model, sizes, work = _traced(name, layout)
     assert not find_obstacle(model, layout, **sizes)
     x = sizes_on_device(model, layout, **sizes)

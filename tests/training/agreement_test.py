@@ -4,8 +4,8 @@ import pytest
 
 from manualpar.commands.command_line import parse_command_line
 from manualpar.system.cluster.facts import describe_differences
-from manualpar.training.agreed_facts import experiment_facts
-from manualpar.training.agreed_facts import run_facts as facts_of_run
+from manualpar.training.agreement import experiment_facts
+from manualpar.training.agreement import run_facts as facts_of_run
 from manualpar.training.experiment import prepare
 from tests.runs.small_runs import CONFIG, arguments
 

@@ -26,10 +26,10 @@ from manualpar.core.mesh.mesh import abstract_mesh
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.options import with_defaults
 from manualpar.core.modes.strategy import Strategy, place_parameter
-from manualpar.core.parameters.collectives import CommPolicy, Format, ReduceCode
+from manualpar.core.parameters.collectives import Format, MixedPrecisionPolicy, ReduceCode
 from manualpar.core.parameters.placement import (
     describe_parameters,
-    route_parameter,
+    parameter_sharding,
     split_over_stages,
 )
 from manualpar.core.parameters.sharded_parameter import is_box
@@ -220,8 +220,8 @@ class DeviceSizes:
         return self.D * self.V * (1 if self.tied else 2) + self.D
 
 
-def check_closed_form(model: Transformer) -> None:
-    """Raises a `ValueError` for a model whose layers these closed forms do not describe."""
+def check_formulas(model: Transformer) -> None:
+    """Raises a `ValueError` for a model whose layers these formulas do not describe."""
     expected: dict[str, float] = {
         "shared_experts_size": 0,
         "dense_layers": 0,
@@ -392,7 +392,7 @@ class LayoutProgram:
     mesh: Any
     data_axes: tuple[str, ...]
     num_minibatches: int
-    comm: CommPolicy
+    comm: MixedPrecisionPolicy
 
 
 def parameter_forms(
@@ -429,7 +429,9 @@ def parameter_forms(
     )
     quantized_axes = replicas if reduce.quantizer and replicas else None
     averaged_axes = replicas if strategy.averages_in_backward else ()
-    comm = CommPolicy(gather, reduce, quantized_axes=quantized_axes, averaged_axes=averaged_axes)
+    comm = MixedPrecisionPolicy(
+        gather, reduce, quantized_axes=quantized_axes, averaged_axes=averaged_axes
+    )
     mesh: Any = abstract_mesh(axes, layout.num_devices, device)
     program = LayoutProgram(strategy, mesh, roles.data_axes, layout.num_minibatches, comm)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
@@ -441,5 +443,5 @@ def parameter_forms(
     forms = []
     for info in jax.tree.leaves(infos):
         place = place_parameter(strategy, info, (*shard_axes, *context), mesh)
-        forms.append(ParameterForm(program, info, route_parameter(place, info, roles, mesh)))
+        forms.append(ParameterForm(program, info, parameter_sharding(place, info, roles, mesh)))
     return tuple(forms)

@@ -1,6 +1,6 @@
 """Finds the fastest layouts of a transformer on many devices.
 
-The search estimates in closed form every mesh that uses all devices and divides the model and the
+The search estimates by formula every mesh that uses all devices and divides the model and the
 batch. It combines each mesh with every number of minibatches and of chunks, every `communicate` and
 every `keep`, and uses the least remat with which the step fits into memory. Without stages, once a
 step fits without remat, larger numbers of minibatches are not tried. `manualpar.plans.sweep`
@@ -24,7 +24,7 @@ from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work, with_repeats
 from manualpar.planner.topology import Topology, levels_of
-from manualpar.plans.closed_form.layout import (
+from manualpar.plans.layouts.layout import (
     STRATEGIES,
     AnyCode,
     Communicate,
@@ -34,8 +34,8 @@ from manualpar.plans.closed_form.layout import (
     find_obstacle,
     sizes_on_device,
 )
-from manualpar.plans.closed_form.layout_estimate import LayoutEstimator
-from manualpar.plans.closed_form.layout_work import HALF, step_memory_of
+from manualpar.plans.layouts.layout_estimate import LayoutEstimator
+from manualpar.plans.layouts.layout_work import HALF, step_memory_of
 from manualpar.plans.planned_experiment import prepare_planned
 from manualpar.plans.sweep import MOST_SPLIT, Outcome, throughput_of
 from manualpar.strategies.shared_options import ReplicaMean

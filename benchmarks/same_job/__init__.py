@@ -1,0 +1,1 @@
+"""The same training job with several libraries, to compare their lines of code."""

@@ -1,1 +1,0 @@
-"""Layouts of large models on thousands of devices, estimated in closed form."""

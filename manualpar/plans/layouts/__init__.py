@@ -1,0 +1,1 @@
+"""Layouts of large models on thousands of devices, estimated by formula."""

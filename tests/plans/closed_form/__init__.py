@@ -1,1 +1,0 @@
-"""Layouts on many devices, in closed form."""

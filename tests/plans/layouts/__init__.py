@@ -1,0 +1,1 @@
+"""Layouts on many devices, by formula."""
