@@ -148,6 +148,7 @@ NEW = {
     "chance": {  # Each device decides apart, and a norm mixes what they have.
         "form": "terms",
         "has_metrics": True,
+        "loss": "fractions",
         "loss_extras": {"decay": 0.01, "z": True},
         "options": TINY["options"] | {"axis_aliases": {"batch": ["data"]}},
         "fields": TINY["fields"] | {"norm": "synced", "drop": "random"},
