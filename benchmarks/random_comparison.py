@@ -125,27 +125,41 @@ class Allowance:
         metrics: Any,
         expected: Mapping[str, Any],
         *,
-        by_chance: tuple[float, float] | None = None,
+        noisy: Sequence[Answer] = (),
+        by_chance: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """Raises WrongError if the sum or the count of a metric differs.
 
-        `by_chance` is the mean loss over other dropout masks, and the allowed distance from it.
+        `noisy` are the answers of `check_gradients`. `by_chance` has each metric's mean over other
+        dropout masks, and the allowed distance from it.
         """
         rtol = 0.05 if self.is_rough else 5e-3 if self.has_coded_products else 2e-5
         for name, (total, count) in expected.items():
             if name == "accuracy" and (self.is_rough or by_chance or self.has_coded_products):
                 continue
-            if by_chance and name == "loss":
-                total = by_chance[0]
+            far = 0.0
+            if by_chance:
+                total, far = by_chance[name]
             got = metrics[name]
             if got[1] == 0 == count or (math.isnan(got[0]) and math.isnan(total)):
                 continue
-            allowed = rtol * max(abs(total), abs(count)) + 1e-6
-            allowed += by_chance[1] if by_chance else 0
+            far += self.by_codes(name, total, noisy)
+            allowed = rtol * max(abs(total), abs(count)) + 1e-6 + far
             of_count = rtol if self.has_learned_counts else 1e-5
             is_same = got[0] == total or abs(got[0] - total) <= allowed  # Both may be infinite.
             if abs(got[1] - count) > of_count * abs(count) or not is_same:
                 raise WrongError(f"{what}: metric {name} is {got}, one device's {(total, count)}")
+
+    def by_codes(self, name: str, total: float, noisy: Sequence[Answer]) -> float:
+        """Returns how far roundings may move a metric, where they may change codes of activations.
+
+        `total` is the metric's sum in one device's answer, and `noisy` are the answers of
+        `check_gradients`.
+        """
+        if not self.has_coded_products:
+            return 0.0
+        off = [abs(x.metrics[name][0] - total) for x in noisy]
+        return 3 * max(off, default=0.0) if np.isfinite(off).all() else math.inf
 
     def check_norms(self, what: str, metrics: Any, grads: Arrays, after: Arrays) -> None:
         """Raises WrongError if a reported norm differs."""

@@ -7,8 +7,8 @@ the key of this minibatch.
 
 Two kinds of programs in mode `manual` draw masks that one device cannot draw: if activations are
 split (over a model axis, a context axis, or stages), or if a layer mixes the examples of several
-devices. Then the program's loss is compared with losses under other masks: its distance from their
-mean must be plausible by chance.
+devices. Then the program's loss and the terms of it are compared with those under other masks: the
+distance from their mean must be plausible by chance.
 """
 
 import math
@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks.random_reference import Answer
 
 DRAWS = 16
-# The largest allowed distance of a loss from the mean, in standard deviations estimated from
-# `DRAWS` draws. By chance 3 in 100,000 losses are farther away.
+# The largest allowed distance of a metric from the mean, in standard deviations estimated from
+# `DRAWS` draws. By chance 3 in 100,000 metrics are farther away.
 DEVIATIONS = 6
 
 
@@ -52,13 +52,19 @@ def keys_of_step(program: Any, rng: jax.Array, *, is_manual: bool) -> jax.Array:
     return jax.vmap(lambda key: jax.random.split(key, program.num_minibatches))(keys).reshape(-1)
 
 
-def spread_of_losses(answer: Callable[[jax.Array], Answer], units: int) -> tuple[float, float]:
-    """Returns the mean loss over random masks, and the allowed distance of a loss from this mean.
+def spread_of_metrics(
+    answer: Callable[[jax.Array], Answer], units: int
+) -> dict[str, tuple[float, float]]:
+    """Returns the mean of each metric over random masks, and the allowed distance from this mean.
 
     Args:
       answer: Computes one device's results from a dropout key for each unit of examples.
       units: The number of units.
     """
     keys = jax.random.split(jax.random.key(1), (DRAWS, units))
-    losses = [answer(each).metrics["loss"][0] for each in keys]
-    return float(np.mean(losses)), DEVIATIONS * float(np.std(losses, ddof=1))
+    drawn = [answer(each).metrics for each in keys]
+    spread = {}
+    for name in drawn[0]:
+        sums = [metrics[name][0] for metrics in drawn]
+        spread[name] = float(np.mean(sums)), DEVIATIONS * float(np.std(sums, ddof=1))
+    return spread

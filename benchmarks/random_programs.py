@@ -131,7 +131,8 @@ class _Worker:
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._answers.get(timeout=300)  # The process answers once after all imports.
+        # The process answers once after all imports, which take minutes on a busy machine.
+        self._answers.get(timeout=1800)
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -145,6 +145,14 @@ NEW = {
         "fields": TINY["fields"] | {"sown": "", "drop": "nnx"},
     },
     "random": {"fields": TINY["fields"] | {"scan": True, "drop": "random", "dropout": 0.25}},
+    "chance": {  # Each device decides apart, and a norm mixes what they have.
+        "form": "terms",
+        "has_metrics": True,
+        "loss": "fractions",
+        "loss_extras": {"decay": 0.01, "z": True},
+        "options": TINY["options"] | {"axis_aliases": {"batch": ["data"]}},
+        "fields": TINY["fields"] | {"norm": "synced", "drop": "random"},
+    },
     "threads": {
         "threads": {"strategy": "data_parallel", "mesh": {"data": 2}, "options": {}},
     },
@@ -272,6 +280,17 @@ def test_what_is_not_finite_on_one_device_either_is_right(devices8):
     row["trip"] = {"kind": "adopt", "step": True} | there
     words = "step 2: gradients are not finite, as on one device"
     assert run(row, Shared()) == ("exact", words)
+
+
+@pytest.mark.slow
+def test_what_roundings_make_infinite_is_not_compared(devices8, monkeypatch, shared):
+    monkeypatch.setattr(Allowance, "moved", lambda self, params: [far(params), params])
+
+    def far(params):
+        return {path: 1e30 * x for path, x in params.items()}
+
+    words = "step 0: roundings decide whether gradients are finite"
+    assert run(TINY, shared) == ("exact", words)
 
 
 @pytest.mark.slow

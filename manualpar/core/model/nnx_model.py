@@ -73,6 +73,9 @@ Path = tuple[Any, ...]
 BOX = "manualpar_box"
 # The key in a variable's metadata under which its path is stored, if it may hold a sown value.
 PATH = "manualpar_path"
+# The key in the metadata of a variable that `sow` has made before the function that makes the
+# module returned.
+SOWN = "manualpar_sown"
 
 
 def path_text(path: Path) -> str:
@@ -185,20 +188,43 @@ def noting_earlier_sows(found: set[Path]) -> contextlib.AbstractContextManager[N
     put the path into the metadata of all variables that may be such attributes.
     """
 
-    def replacement(method: str, old: Callable[..., Any]) -> Callable[..., Any]:
-        def note(module: nnx.Module, name: str) -> None:
-            variable = vars(module).get(name)
-            path = isinstance(variable, nnx.Variable) and variable.get_metadata(PATH, None)
-            if path:
-                found.add(path)
+    def note(before: Any, after: Any) -> None:
+        del after
+        path = isinstance(before, nnx.Variable) and before.get_metadata(PATH, None)
+        if path:
+            found.add(path)
 
+    return _watching_sows(note)
+
+
+def marking_sows() -> contextlib.AbstractContextManager[None]:
+    """Marks, in this thread, the variables that `sow` makes.
+
+    A function may call the module that it makes, as qwix does.
+    """
+
+    def mark(before: Any, after: Any) -> None:
+        if before is None and isinstance(after, nnx.Variable):
+            after.set_metadata(SOWN, True)
+
+    return _watching_sows(mark)
+
+
+def _watching_sows(watch: Callable[[Any, Any], None]) -> contextlib.AbstractContextManager[None]:
+    """Calls `watch` with the attribute into which a module sows, before and after it sows."""
+
+    def replacement(method: str, old: Callable[..., Any]) -> Callable[..., Any]:
         def sow(module: nnx.Module, variable_type: Any, name: str, *args: Any, **kw: Any) -> Any:
-            note(module, name)
-            return old(module, variable_type, name, *args, **kw)
+            before = vars(module).get(name)
+            out = old(module, variable_type, name, *args, **kw)
+            watch(before, vars(module).get(name))
+            return out
 
         def perturb(module: nnx.Module, name: str, *args: Any, **kw: Any) -> Any:
-            note(module, name)
-            return old(module, name, *args, **kw)
+            before = vars(module).get(name)
+            out = old(module, name, *args, **kw)
+            watch(before, vars(module).get(name))
+            return out
 
         return sow if method == "sow" else perturb
 
@@ -568,8 +594,8 @@ class NNXModel(ModelInterface):
       graphdef: The static graph of the module.
       leaves: The abstract variables and bare arrays of the module, with their paths. (Flax takes
         an abstract array in a list or a dict of `module` for static.)
-      earlier_sows: The paths of variables that hold what earlier calls of the instance have sown;
-        calls of this object add to them, see `without_earlier_sows`.
+      earlier_sows: The paths of variables that hold what earlier calls of the module have sown;
+        of an instance, calls of this object add to them, see `without_earlier_sows`.
       is_instance: Whether the user has made the module, and so may have called it.
     """
 
@@ -604,7 +630,9 @@ class NNXModel(ModelInterface):
             name = getattr(model, "__name__", type(model).__name__)
             _check_takes_rngs_alone(name, parameters)
             make = functools.partial(_construct, model, name)
-        return cls(**cls._parts(make), is_instance=isinstance(model, nnx.Module))
+        parts, is_instance = cls._parts(make), isinstance(model, nnx.Module)
+        marked = {path for path, leaf in parts["leaves"] if _is_marked(leaf)}
+        return cls(**parts, earlier_sows=marked, is_instance=is_instance)
 
     @staticmethod
     def _parts(make: Callable[[jax.Array], nnx.Module]) -> dict[str, Any]:
@@ -624,8 +652,12 @@ class NNXModel(ModelInterface):
 
     @property
     def may_hold_sown(self) -> bool:
-        """Whether an instance has variables that are not parameters, statistics or streams."""
-        return self.is_instance and any(_may_be_sown(leaf) for _, leaf in self.leaves)
+        """Whether the module has been called as it was made, or is an instance that may have been.
+
+        An instance that has only parameters, statistics and streams has sown nothing.
+        """
+        is_open = self.is_instance and any(_may_be_sown(leaf) for _, leaf in self.leaves)
+        return is_open or bool(self.earlier_sows)
 
     def without_earlier_sows(self) -> tuple[Self, frozenset[SownPath]]:
         """Removes the attributes that calls before this program have left by `sow`."""
@@ -758,7 +790,7 @@ class NNXModel(ModelInterface):
         with contextlib.ExitStack() as stack:
             stack.enter_context(assigning_tracers())
             stack.enter_context(refusing_set_params(module))
-            if self.may_hold_sown:
+            if self.is_instance and self.may_hold_sown:
                 stack.enter_context(noting_earlier_sows(self.earlier_sows))
             if bridges:
                 linen = interface_of(bridges[0].to_nnx__module)
@@ -861,6 +893,10 @@ def _may_be_sown(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable) and not isinstance(leaf, others)
 
 
+def _is_marked(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable) and bool(leaf.get_metadata(SOWN, False))
+
+
 def _collection_of_type(type_: type[nnx.Variable[Any]]) -> str:
     if issubclass(type_, nnx.Param):
         return "params"
@@ -943,7 +979,7 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
 
 def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Module:
     """Makes a module from a key without sharding its arrays, because the program shards them."""
-    with nnx.use_eager_sharding(False), assigning_tracers():
+    with nnx.use_eager_sharding(False), assigning_tracers(), marking_sows():
         module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
         raise TypeError(f"model: {name}(rngs=...) makes {module!r}, expected an nnx.Module.")

@@ -11,7 +11,8 @@ These need such a replacement, because no hook of JAX or flax reaches them:
 - `unbox` of flax's boxes and of ours, see `loops`: a trace finds which parameters a branch reads.
 - `flax.core.Scope.make_rng`, see `loops`: a trace that is thrown away must count no keys.
 - `nn.Module.sow` and `perturb`, see `recording_sows`: only they know which values are sown.
-- `nnx.Module.sow` and `perturb`, see `noting_earlier_sows`: an attribute does not tell who made it.
+- `nnx.Module.sow` and `perturb`, see `noting_earlier_sows` and `marking_sows`: an attribute does
+  not tell who made it.
 - `nnx.Variable.__setitem__`, see `assigning_tracers`. A model may assign to variables of any type,
   and to those that it makes itself, so a subclass of one type is not enough. Only for JAX 0.10.
 - `nnx.Variable.set_value`, see `refusing_set_params`: a call may set a parameter of any type.

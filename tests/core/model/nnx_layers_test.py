@@ -314,6 +314,37 @@ def test_what_earlier_calls_have_sown_is_in_no_state(devices8):
     assert {"sum", "out"} < vars(model).keys()  # The instance is the user's.
 
 
+def called_as_it_is_made(rngs):
+    """Calls the model in the function that makes it, as qwix does, with another number of rows."""
+    model = SowsInLayers(rngs)
+    model(jnp.ones((2, 12)))
+    model.count[...] = 0.0
+    return model
+
+
+def test_what_a_function_sows_while_it_makes_the_model_is_in_no_state(devices8):
+    def loss(params, apply_fn, batch, rng, teacher):
+        goal, told = teacher(batch.inputs, mutable="Penalty")
+        out, made = apply_fn({"params": params}, batch.inputs, mutable=["Penalty"])
+        return ((out - goal) ** 2).mean() + made["Penalty"]["sum"] + told["Penalty"]["sum"]
+
+    def a_step(model):
+        program = build(model, devices8[:2], loss=loss, other_models={"teacher": model})
+        its = jax.tree.map(
+            lambda x: jnp.full(x.shape, 0.1, x.dtype, device=x.sharding),
+            program.abstract_others["teacher"],
+        )
+        start = program.init(jax.random.key(0))
+        state, metrics = program.train_step(start, BATCHES[0], teacher=its)
+        return its, state.params, state.collections, metrics
+
+    expected = a_step(SowsInLayers)
+    with pytest.warns(DeprecationWarning, match="nnx.capture"):
+        found = a_step(called_as_it_is_made)
+    assert set(found[2]["Penalty"]) == set(found[0]["Penalty"]) == {"count"}
+    chex.assert_trees_all_equal(found, expected)
+
+
 class ReadsItsMean(nnx.Module):
     def __init__(self, rngs):
         self.head, self.mean = nnx.Linear(12, 5, rngs=rngs), Penalty(jnp.zeros(()))
@@ -324,8 +355,17 @@ class ReadsItsMean(nnx.Module):
         return y
 
 
+class SowsItsFirstMean(ReadsItsMean):
+    def __init__(self, rngs):
+        self.head = nnx.Linear(12, 5, rngs=rngs)
+        self.sow(Penalty, "mean", jnp.zeros(()), init_fn=lambda: 0.0, reduce_fn=jnp.add)
+
+
+@pytest.mark.filterwarnings("ignore:.*nnx.capture:DeprecationWarning")
 @pytest.mark.parametrize(
-    "model", [ReadsItsMean, ReadsItsMean(nnx.Rngs(0))], ids=["class", "object"]
+    "model",
+    [ReadsItsMean, ReadsItsMean(nnx.Rngs(0)), SowsItsFirstMean],
+    ids=["class", "object", "sown"],
 )
 def test_what_a_model_reads_is_its_own_although_it_sows_over_it(devices8, model):
     program = build(model, devices8[:2])
