@@ -56,7 +56,6 @@ from manualpar.core.tracing.scopes import (
     INT8_SCOPE,
     SEQUENCE_SCOPE,
     purpose_of,
-    scope_names,
 )
 from manualpar.core.trees import Batch, Collections, Params
 
@@ -700,13 +699,7 @@ def _is_inexact(variable: Any) -> bool:
 
 _SCOPES = frozenset({CONTEXT_SCOPE, SEQUENCE_SCOPE})
 
-
-def _finds_scale(eqn: Any) -> bool:
-    """Returns whether a maximum is the scale of a quantized product.
-
-    Each device has a scale of its own positions. It changes only how the product is rounded.
-    """
-    return bool({FLOAT8_SCOPE, INT8_SCOPE} & {*scope_names(str(eqn.source_info.name_stack))})
+_QUANTIZED = frozenset({FLOAT8_SCOPE, INT8_SCOPE})
 
 
 _INLINE = frozenset(
@@ -842,7 +835,8 @@ class SequenceWalk:
             check_operation(part, whole, axis=self._axis, devices=self._devices)
             values = getattr(self, f"_{name}")(part.params, whole.params, inputs, where)
             results = [(value, self._numbers.fresh()) for value in values]
-        elif name == "reduce_max" and _finds_scale(part):
+        elif name == "reduce_max" and _QUANTIZED & {*where.split("/")}:
+            # A device's scale of its own positions changes only how a product is rounded.
             results = [(SplitValue("same"), self._numbers.fresh())]
         else:
             values, numbers = [x for x, _ in inputs], [number for _, number in inputs]

@@ -93,7 +93,8 @@ def test_a_model_is_imported_trained_asked_and_exported_there(
     exported = bucket_folder / "same"
     assert export_main(["", f"--workdir={work}", f"--to={exported}"]) == 0
     assert_same_files(read(download(exported, tmp_path / "same")), tensors)
-    assert {"config.json", "model.safetensors", "tokenizer.json"} == set(exported.names())
+    files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert files == set(exported.names())
     there.delete_files()
     assert import_command(command(work / "model")) == 2
     assert run_command(command(work / "model")) == 0

@@ -239,9 +239,9 @@ def check_formulas(model: Transformer) -> None:
     for field, value in expected.items():
         if (got := fields[field]) != value:
             raise ValueError(
-                f"plan: config.model.{field} is {got}, expected {value} in an estimate by "
-                "formula, which covers neither latent attention, nor dense layers before layers with "
-                "experts, nor shared experts, nor biases of experts, nor experts without a "
+                f"plan: config.model.{field} is {got}, expected {value} in an estimate "
+                "by formula, which covers neither latent attention, nor dense layers before layers "
+                "with experts, nor shared experts, nor biases of experts, nor experts without a "
                 "capacity, nor layers with other products and norms"
             )
 
