@@ -187,7 +187,8 @@ def test_an_export_that_is_cut_off_anywhere_is_no_model_and_goes_with_the_next(
         use_s3()
         assert not (target / "config.json").is_file() or at == count
     export_hf(program, state, target, **{**options, "max_shard_bytes": 2**20})
-    assert set(target.names()) == {"config.json", "model.safetensors", "tokenizer.json"}
+    files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert set(target.names()) == files
     assert_same_files(read(download(target, tmp_path / "out")), tensors)
     with pytest.raises(ValueError, match=r"s3://.*out is not empty, expected a new directory"):
         export_hf(program, state, target, **options)
