@@ -53,7 +53,7 @@ from manualpar.core.tracing.scopes import (
     CONTEXT_SCOPE,
     EXAMPLES_SCOPE,
     FLOAT8_SCOPE,
-    INT8_SCOPE,
+    QUANTIZED_SCOPE,
     SEQUENCE_SCOPE,
     purpose_of,
 )
@@ -699,7 +699,7 @@ def _is_inexact(variable: Any) -> bool:
 
 _SCOPES = frozenset({CONTEXT_SCOPE, SEQUENCE_SCOPE})
 
-_QUANTIZED = frozenset({FLOAT8_SCOPE, INT8_SCOPE})
+_QUANTIZED = frozenset({FLOAT8_SCOPE, QUANTIZED_SCOPE})
 
 
 _INLINE = frozenset(

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
-from manualpar.core.tracing.scopes import FLOAT8_SCOPE, INT8_SCOPE
+from manualpar.core.tracing.scopes import FLOAT8_SCOPE, QUANTIZED_SCOPE
 from manualpar.quantization.quantized_collectives import FLOAT8, encode_float8, float8_scale
 
 # The formats of quantized products; `""` for products in the dtype of their factors.
@@ -53,8 +53,8 @@ def float8_dot_general(
 ) -> jax.Array:
     """Multiplies in float8, in place of `jax.lax.dot_general`.
 
-    It is the `dot_general` of a layer: `nn.Dense(features, dot_general=float8_dot_general)`, or
-    `nnx.Linear`, `nn.DenseGeneral`, and `nn.Einsum` likewise.
+    It is the `dot_general` of a layer: `nn.Dense(features, dot_general=float8_dot_general)`, and of
+    `nn.DenseGeneral`, `nnx.Linear` and `nnx.LinearGeneral` likewise.
 
     Args:
       lhs: The first factor, floating-point.
@@ -146,25 +146,32 @@ def dot_general(
     dtype = jnp.result_type(lhs, rhs)
     axes = varying_axes((lhs, rhs))
     lhs, rhs = (cast_to_varying(x.astype(dtype), axes) for x in (lhs, rhs))
-    # A gather sends codes with one scale, which fits only products with one scale.
-    with product_scope(matmul) if not batch[0] else contextlib.nullcontext():
+    with product_scope(matmul, has_stacks=bool(batch[0])):
         y = _product(lhs, rhs, dims, matmul)
     return y.astype(preferred_element_type or dtype)
 
 
-def product_scope(matmul: Matmul) -> contextlib.AbstractContextManager[Any]:
-    """Returns the named scope around a product in the format `matmul`."""
+def product_scope(
+    matmul: Matmul, *, has_stacks: bool = False
+) -> contextlib.AbstractContextManager[Any]:
+    """Returns the named scope around a product, or around a stack of products."""
     if not matmul:
         return contextlib.nullcontext()
-    return jax.named_scope(FLOAT8_SCOPE if matmul == "float8" else INT8_SCOPE)
+    has_one_scale = matmul == "float8" and not has_stacks
+    return jax.named_scope(FLOAT8_SCOPE if has_one_scale else QUANTIZED_SCOPE)
 
 
-def tensordot(x: jax.Array, y: jax.Array, contracted: int, matmul: Matmul) -> jax.Array:
-    """Multiplies as `jnp.tensordot(x, y, contracted)` does, in the format `matmul`."""
+def tensordot(
+    x: jax.Array, y: jax.Array, contracted: int, matmul: Matmul, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Multiplies as `jnp.tensordot(x, y, contracted)` does, in the format `matmul`.
+
+    `dtype` is the dtype of the result, by default that of the factors.
+    """
     if not matmul:
-        return jnp.tensordot(x, y, contracted)
+        return jnp.tensordot(x, y, contracted, preferred_element_type=dtype)
     dims = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
-    return dot_general(matmul, x, y, (dims, ((), ())))
+    return dot_general(matmul, x, y, (dims, ((), ())), preferred_element_type=dtype)
 
 
 def multiply_stacks(x: jax.Array, y: jax.Array, matmul: Matmul) -> jax.Array:
@@ -206,12 +213,10 @@ def _forward(
 def _backward(
     dims: Dims, matmul: Matmul, residuals: tuple[Any, Any], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, y = residuals
+    ndims = [jax.tree.leaves(z)[0].ndim for z in residuals]
     grads = []
-    for side, (of, other) in enumerate(((x, y), (y, x))):
-        ndim = len((of.codes if isinstance(of, Codes) else of).shape)
-        other_shape = (other.codes if isinstance(other, Codes) else other).shape
-        product, order = _gradient_dims(dims, side, ndim, len(other_shape))
+    for side, other in enumerate(reversed(residuals)):
+        product, order = _gradient_dims(dims, side, ndims[side], ndims[1 - side])
         gradient = _quantize(g, product, 0, matmul, GRADIENT8)
         factor = other if isinstance(other, Codes) else _quantize(other, product, 1, matmul, FLOAT8)
         grads.append(jnp.transpose(_multiply(gradient, factor, product, g.dtype), order))

@@ -212,21 +212,17 @@ def multiply_rows(
       kernel: `[D, F]`, or with more dims of either kind.
       contracted: How many dims to sum over: the last dims of `x` and the first dims of the kernel.
       dtype: The dtype of the product; by default the dtype of the factors.
-      matmul: The format of the product, see `manualpar.layers.low_precision`; then `dtype` is not
-        used.
+      matmul: The format of the product, see `manualpar.layers.low_precision`.
 
     Returns:
       `[..., F]`.
     """
     num_batch = x.ndim - contracted
-    if matmul:
-        y = tensordot(_rows(x, num_batch), kernel, contracted, matmul)
-        return y.reshape(*x.shape[:num_batch], *y.shape[1:])
     is_automatic = bool(jax.sharding.get_abstract_mesh().auto_axes)
     has_parts = any(jax.typeof(x).sharding.spec[1:num_batch])
     if has_parts or (is_automatic and platform_traced_for() != "cpu"):
-        return jnp.tensordot(x, kernel, contracted, preferred_element_type=dtype)
-    y = jnp.tensordot(_rows(x, num_batch), kernel, contracted, preferred_element_type=dtype)
+        return tensordot(x, kernel, contracted, matmul, dtype)
+    y = tensordot(_rows(x, num_batch), kernel, contracted, matmul, dtype)
     return y.reshape(*x.shape[:num_batch], *y.shape[1:])
 
 

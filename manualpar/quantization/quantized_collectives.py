@@ -24,8 +24,8 @@ import jax.numpy as jnp
 
 from manualpar.core.parameters.collectives import (
     GatherCode,
+    GatherQuantizer,
     Quantization,
-    Quantizer,
     ReduceCode,
 )
 from manualpar.core.tracing.scopes import DECODE_SCOPE
@@ -486,15 +486,15 @@ class Float8Gather:
     name = "float8"
 
     def row(self, n: int) -> tuple[int, Any]:
-        """Returns `n` codes; see `Quantizer`."""
+        """Returns `n` codes; see `GatherQuantizer`."""
         return n, FLOAT8
 
     def is_worth(self, n: float, itemsize: int) -> bool:
-        """Returns whether the numbers take more bytes than codes; see `Quantizer`."""
+        """Returns whether the numbers take more bytes than codes; see `GatherQuantizer`."""
         return n > 0 and itemsize > 1
 
     def largest(self, x: jax.Array, kept: tuple[int, ...] = ()) -> jax.Array | None:
-        """Returns the largest magnitudes, in float32; see `Quantizer`."""
+        """Returns the largest magnitudes, in float32; see `GatherQuantizer`."""
         dims = tuple(dim for dim in range(x.ndim) if dim not in kept)
         found = jnp.max(jnp.abs(x), dims, keepdims=True, initial=0).astype(jnp.float32)
         # The maximum of NaN and a number may be the number.
@@ -522,18 +522,8 @@ class Float8Gather:
         with jax.named_scope(DECODE_SCOPE):
             return codes.astype(dtype) * scale.astype(dtype)
 
-    def scatter_sum(
-        self, x: jax.Array, dim: int, axes: tuple[str, ...]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Refuses to sum: `reduce_code` has no such code."""
-        raise TypeError(f"float8 codes of gradients {x.shape} over {axes}, dim {dim}")
 
-    def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-        """Refuses to sum: `reduce_code` has no such code."""
-        raise TypeError(f"float8 codes of gradients {x.shape} over {axes}")
-
-
-def make_quantizer(code: ReduceCode | GatherCode | Literal[""] | None) -> Quantizer | None:
+def make_quantizer(code: ReduceCode | GatherCode | Literal[""] | None) -> GatherQuantizer | None:
     """Makes the quantizer of an option `gather_code` or `reduce_code`; `None` for no code."""
     if not code:
         return None

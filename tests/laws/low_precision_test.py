@@ -414,6 +414,7 @@ def train_ours_on_one_device(kind, product, device):
         slow("loop", {"data": 4, "model": 2}, {}),
         slow("scan", {"data": 4, "stage": 2}, {"pipeline": Pipeline(), "num_minibatches": 2}),
         slow("loop", {"data": 4, "context": 2}, {"context_axis": "context"}),
+        slow("scan", {"data": 8}, {"mode": "auto"}),
     ],
 )
 def test_our_products_err_no_more_on_several_devices(devices8, product, kind, axes, options):

@@ -24,8 +24,8 @@ from manualpar.core.parameters.annotations import Rules
 from manualpar.core.parameters.collectives import (
     Format,
     GatherCode,
+    GatherQuantizer,
     MixedPrecisionPolicy,
-    Quantizer,
     ReduceCode,
 )
 from manualpar.errors import check_choice
@@ -445,7 +445,7 @@ StoredDtypes = tuple[str | None, str | None]
 def choose_formats(
     strategy: str,
     options: Mapping[str, Any],
-    make_quantizer: Callable[[ReduceCode | GatherCode | None], Quantizer | None],
+    make_quantizer: Callable[[ReduceCode | GatherCode | None], GatherQuantizer | None],
 ) -> tuple[StoredDtypes, MixedPrecisionPolicy]:
     """Returns the dtypes in which parameters are stored, and the policy of their communication."""
     names: dict[str, str | None] = {}

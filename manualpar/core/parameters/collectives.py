@@ -31,6 +31,7 @@ from manualpar.errors import old_names
 __all__ = [
     "Format",
     "GatherCode",
+    "GatherQuantizer",
     "MixedPrecisionPolicy",
     "Quantizer",
     "ReduceCode",
@@ -52,8 +53,8 @@ GatherCode = Literal["int8", "float8"]
 ReduceCode = Literal[Quantization, "bfloat16"]
 
 
-class Quantizer(Protocol):
-    """A pytree whose methods send numbers in fewer bits; see `quantized_collectives`."""
+class GatherQuantizer(Protocol):
+    """A pytree whose methods gather numbers in fewer bits; see `quantized_collectives`."""
 
     @property
     def name(self) -> str:
@@ -87,6 +88,10 @@ class Quantizer(Protocol):
         `largest` is the maximum over the devices of what the method `largest` returns.
         """
 
+
+class Quantizer(GatherQuantizer, Protocol):
+    """A pytree whose methods also sum numbers in fewer bits."""
+
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
@@ -103,12 +108,13 @@ class Format:
     Attributes:
       dtype: The dtype to which the numbers are cast; `None` to keep their dtype.
       quantizer: The quantizer, which is used only where it is worth it; `None` for no quantizer.
+        That of a gradient can sum.
     """
 
     dtype: str | None = None
-    quantizer: Quantizer | None = None
+    quantizer: GatherQuantizer | None = None
 
-    def quantizer_for(self, n: float, dtype: Any) -> Quantizer | None:
+    def quantizer_for(self, n: float, dtype: Any) -> GatherQuantizer | None:
         """Returns the quantizer if it is worth it for a row of `n` numbers of `dtype`."""
         itemsize = jnp.dtype(self.dtype or dtype).itemsize
         quantizer = self.quantizer
@@ -183,7 +189,7 @@ class MixedPrecisionPolicy:
         `n` is the count of numbers in the shard that each device sums.
         """
         is_quantized = self.quantized_axes is None or set(axes) <= set(self.quantized_axes)
-        return self.reduce.quantizer_for(n, dtype) if is_quantized else None
+        return cast(Quantizer, self.reduce.quantizer_for(n, dtype)) if is_quantized else None
 
     def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """Divides `axes` into the axes outside and the axes inside `quantized_axes`.

@@ -52,8 +52,8 @@ from manualpar.core.modes.strategy import (
 from manualpar.core.parameters.annotations import check_rules
 from manualpar.core.parameters.collectives import (
     GatherCode,
+    GatherQuantizer,
     MixedPrecisionPolicy,
-    Quantizer,
     ReduceCode,
 )
 from manualpar.core.parameters.placement import (
@@ -580,7 +580,7 @@ class Quantization:
         parameters, their placements, the mode and the options.
     """
 
-    make_quantizer: Callable[[ReduceCode | GatherCode | None], Quantizer | None]
+    make_quantizer: Callable[[ReduceCode | GatherCode | None], GatherQuantizer | None]
     make_rounding: Callable[..., Rounding]
 
 

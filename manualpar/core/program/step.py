@@ -428,7 +428,7 @@ class Step(Summarized):
         chosen, arrays = [], []
         for i, info in enumerate(jax.tree.leaves(self.model.parameters)):
             box = leaves[i]
-            if info.is_float8 and is_box(box) and (dims := box.gather_dims()):
+            if is_box(box) and (dims := box.gather_dims()):
                 axes = tuple(dict.fromkeys(axis for _, of_dim in dims for axis in of_dim))
                 chosen.append(i)
                 arrays.append((box.value, box.comm, axes, tuple(sorted(info.loop_dims))))

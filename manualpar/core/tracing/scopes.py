@@ -22,7 +22,6 @@ __all__ = [
     "FLOAT8_SCOPE",
     "GATHER_SCOPE",
     "HALVES",
-    "INT8_SCOPE",
     "MATRICES_SCOPE",
     "METRICS_SCOPE",
     "NEW_PARAMS_SCOPE",
@@ -30,6 +29,7 @@ __all__ = [
     "OPTIMIZER_SCOPE",
     "OUTER_SCOPE",
     "PIPELINE_SCOPE",
+    "QUANTIZED_SCOPE",
     "RECOMPUTED_SCOPE",
     "REDUCE_SCOPE",
     "REGATHER",
@@ -86,8 +86,9 @@ REGATHER = "regather_params"  # A purpose that has no scope, see `purpose_of`.
 # The scope of operations that the backward pass computes again. JAX uses the same name.
 RECOMPUTED_SCOPE = "rematted_computation"
 DECODE_SCOPE = "decode_params"  # Not a collective: a weight is quantized or dequantized.
-# Not collectives: products that quantize both of their factors.
-FLOAT8_SCOPE, INT8_SCOPE = "float8_product", "int8_product"
+# Not collectives: products that quantize both of their factors. The first has one float8 scale for
+# each factor, so its factors may be sent as codes.
+FLOAT8_SCOPE, QUANTIZED_SCOPE = "float8_product", "quantized_product"
 
 
 def purpose_of(scope: str) -> str | None:
