@@ -198,6 +198,17 @@ def frame_document(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate([[bos], tokens]).astype(np.int32)
 
 
+def frame_prompt(tokenizer: Tokenizer, tokens: np.ndarray) -> list[int]:
+    """Puts BOS before the tokens of a prompt as the tokenizer requires, and if there are none.
+
+    BOS is not doubled if the prompt has it already, as in a document.
+    """
+    bos = [tokenizer.bos_token]
+    begins = tokenizer.begins_with_bos or not len(tokens)
+    given: list[int] = tokens.tolist()
+    return bos + given if begins and given[:1] != bos else given
+
+
 @dataclasses.dataclass
 class Notes:
     """What the user should know about encoded rows.
