@@ -141,7 +141,7 @@ def load_dataset(
             "has entries; or set `mixture=()`."
         )
 
-    def load(source: str, path: str, *, field: str, tokenizer: str) -> LanguageDataset:
+    def load(source: str, path: str, field: str) -> LanguageDataset:
         if source == "text":
             encoder = load_tokenizer(tokenizer, parse_special=parse_special)
             return load_text(path, sequence_length=sequence_length, tokenizer=encoder)
@@ -176,15 +176,13 @@ def load_dataset(
         )
     if source == "mixture":
         entries = parse_mixture(mixture, TEXT_SOURCES)
-        return mix(
-            entries, lambda e: load(e.source, e.path, field=e.field or field, tokenizer=tokenizer)
-        )
+        return mix(entries, lambda e: load(e.source, e.path, e.field or field))
     if source == "tokens" and tokenizer:
         raise ValueError(
             f"`tokenizer` is {tokenizer!r}, expected '' for the source 'tokens', because "
             "a directory of token files holds its own tokenizer."
         )
-    return load(source, path, field=field, tokenizer=tokenizer)
+    return load(source, path, field)
 
 
 def load_digits() -> ClassificationDataset:
