@@ -14,9 +14,9 @@ from manualpar.data.dataset import (
     LanguageDataset,
     make_fingerprint,
 )
-from manualpar.data.document_files import BadRows
+from manualpar.data.document_files import BAD_ROWS, BadRows
 from manualpar.data.mixture import mix, parse_mixture
-from manualpar.data.packing import LongExamples
+from manualpar.data.packing import LONG_EXAMPLES, LongExamples
 from manualpar.data.preferences import load_preferences
 from manualpar.data.text import load_text
 from manualpar.data.token_job import HELD_OUT, Job, make_job, run_job, token_bar
@@ -135,6 +135,10 @@ def load_dataset(
             f"`sequence_length` is {sequence_length}, expected at least 1 for the source "
             f"{source!r}."
         )
+    choices = ("long_examples", long_examples, LONG_EXAMPLES), ("bad_rows", bad_rows, BAD_ROWS)
+    for name, value, known in choices:
+        if value not in known:
+            raise ValueError(f"`{name}` is {value!r}, expected one of {', '.join(known)}.")
     if mixture and source != "mixture":
         raise ValueError(
             f"`source` is {source!r}, expected 'mixture', because `mixture` "

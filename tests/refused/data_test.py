@@ -164,6 +164,14 @@ SOURCES = [
                 "sequence_length` is 0, expected at least 1 for the source 'tokens'",
             ),
             (
+                {"source": "chat", "sequence_length": 1, "long_examples": "dropped"},
+                "long_examples` is 'dropped', expected one of error, cut, drop",
+            ),
+            (
+                {"source": "preferences", "sequence_length": 1, "bad_rows": "skipped"},
+                "bad_rows` is 'skipped', expected one of error, skip",
+            ),
+            (
                 {"source": "tokens", "sequence_length": 1, "tokenizer": "t.json"},
                 "tokenizer` is 't.json', expected '' for the source 'tokens'",
             ),
