@@ -15,7 +15,7 @@ from manualpar.commands.command_line import MESH_HELP, parse_mesh
 from manualpar.commands.results import choose_devices, quiet_absl, users_mistakes
 from manualpar.core.mesh.mesh import describe_mesh
 from manualpar.data import load_tokenizer
-from manualpar.data.tokenizer import Tokenizer
+from manualpar.data.tokenizer import Tokenizer, path_of_tokenizer, spelt_words
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -71,8 +71,8 @@ def run_with_model(flags: types.SimpleNamespace, work: Callable[[Trained, Genera
                 trained = load_run(flags.workdir, mesh=mesh)
             else:
                 trained = load_directory(flags.hf, mesh=mesh, adapter=flags.adapter)
-            if flags.parse_special and (files := trained.tokenizer.files):
-                named = str(files[0].parent if len(files) > 1 else files[0])
+            if flags.parse_special:
+                named = path_of_tokenizer(trained.tokenizer)
                 trained = trained._replace(tokenizer=load_tokenizer(named, parse_special=True))
             if is_main():
                 described = f"{trained.described} on {describe_mesh(trained.program.mesh)}"
@@ -170,10 +170,9 @@ def warn_of_special(tokenizer: Tokenizer, texts: Iterable[Any], where: str) -> N
     encoded = [text.encode(errors="replace") for text in texts if isinstance(text, str)]
     found = tokenizer.count_special(encoded)
     if found and is_main():
-        shown = ", ".join(f"{text!r} {number} times" for text, number in found.most_common(3))
         print(
-            f"{where} spells special tokens ({shown}), which are read as letters; --parse-special "
-            "reads them as tokens",
+            f"{where} spells special tokens ({spelt_words(found)}), which are read as letters; "
+            "--parse-special reads them as tokens",
             file=sys.stderr,
         )
 

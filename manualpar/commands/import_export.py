@@ -19,7 +19,7 @@ from manualpar.commands.command_line import TRAINING, CommandLine, run_absl
 from manualpar.commands.results import choose_devices, quiet_absl
 from manualpar.data.packing import PackedSplit
 from manualpar.data.preferences import PreferencePairs
-from manualpar.data.tokenizer import TEMPLATES, Tokenizer
+from manualpar.data.tokenizer import TEMPLATES, path_of_tokenizer
 from manualpar.errors import (
     USAGE_EXIT_CODE,
     UsageError,
@@ -228,7 +228,7 @@ def export_main(argv: Sequence[str]) -> int:
             like=like,
             family=flags.family,
             dtype=flags.dtype,
-            tokenizer=_own_tokenizer(dataset.tokenizer) if has_own else None,
+            tokenizer=(path_of_tokenizer(dataset.tokenizer) or None) if has_own else None,
             template=config.data.template if _has_chats(dataset.train) else None,
             max_shard_bytes=flags.max_shard_bytes,
         )
@@ -248,12 +248,6 @@ def export_main(argv: Sequence[str]) -> int:
 def _has_chats(split: Any) -> bool:
     kinds = PackedSplit, PreferencePairs
     return any(isinstance(part, kinds) for part in getattr(split, "parts", (split,)))
-
-
-def _own_tokenizer(tokenizer: Tokenizer) -> Path | None:
-    """Returns the file of a tokenizer, or the folder of its files; `None` for bytes."""
-    file = next(iter(tokenizer.files), None)
-    return file.parent if file and len(tokenizer.files) > 1 else file
 
 
 def peak_memory() -> int:

@@ -15,8 +15,7 @@ The content of a message may be a list of parts of text. A message with `"weight
 The labels in the loss are the tokens of the assistant's messages or of the completion, and the
 token that ends an answer. All other tokens are only inputs. White space that the template writes
 after the end token is an input too, except in families for which `manualpar.data.chat_template`
-says
-otherwise.
+says otherwise.
 
 A chat may have `"tools"`, `"documents"`, and `"chat_template_kwargs"` with other variables of the
 template, as in TRL. There `"chat_template"` names one of the tokenizer's templates. A message of
@@ -26,8 +25,8 @@ A chat is refused if a message contains the text of a special token, so that no 
 special tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,14 +38,13 @@ from manualpar.data.chat_template import (
     has_templates,
     load_templates,
 )
-from manualpar.data.document_files import BadRows, DocumentRange, Rows
+from manualpar.data.document_files import BadRows, DocumentRange, Rows, attempt
 from manualpar.data.packing import LEARNED
 from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_content
 from manualpar.data.tokenizer import FileTokenizer, Notes, Tokenizer, guarded
 from manualpar.errors import require
 from manualpar.system.storage.untrusted import parse_object, read_model_file
 
-T = TypeVar("T")
 # The variables of a template that `chat_template_kwargs` may not set.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
 
@@ -163,9 +161,7 @@ class ChatEncoder:
         self.notes = Notes()
         self._template_path = template
         self._has_template = bool(template) or has_templates(tokenizer.files)
-        self._chats: Chats | None = None
-        if template:
-            self._chats = Chats(tokenizer, template)
+        self._chats = Chats(tokenizer, template) if template else None
 
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
         """Implements `Encoder`."""
@@ -173,7 +169,7 @@ class ChatEncoder:
         rows = Rows(part, self._bad_rows, self.notes)
         for raw in batches(rows.objects()):
             batch: list[Encoded] = []
-            lines = [_parsed(row) if isinstance(row, bytes) else row for _, row in raw]
+            lines = [attempt(parse_object, x) if isinstance(x, bytes) else x for _, x in raw]
             made = self._examples(lines)
             for (place, _), line, tokens in zip(raw, lines, made, strict=True):
                 if isinstance(tokens, ValueError) and self._bad_rows == "skip":
@@ -207,13 +203,13 @@ class ChatEncoder:
         for number, given in enumerate(lines):
             line = given
             if not isinstance(line, ValueError):
-                line = _attempt(standard_form, line, has_template=self._has_template)
+                line = attempt(standard_form, line, has_template=self._has_template)
             if isinstance(line, ValueError):
                 made[number] = line
             elif "messages" in line:
                 chats[number] = line
             else:
-                made[number] = _attempt(self._of_texts, line)
+                made[number] = attempt(self._of_texts, line)
         if chats:
             if self._chats is None:
                 self._chats = Chats(self._tokenizer, self._template_path)
@@ -313,7 +309,7 @@ class Chats:
 
         The result for a refused chat, which may have no answer to train on, is its error.
         """
-        made: list[Any] = [_attempt(self._checked, chat) for chat in chats]
+        made: list[Any] = [attempt(self._checked, chat) for chat in chats]
         of_template: dict[ChatTemplate, list[int]] = {}
         for number, found in enumerate(made):
             if not isinstance(found, ValueError):
@@ -324,7 +320,7 @@ class Chats:
             for number, chat, answer in zip(numbers, checked, answers, strict=True):
                 made[number] = answer
                 if not isinstance(answer, ValueError):
-                    made[number] = _attempt(self._example, chat, *answer)
+                    made[number] = attempt(self._example, chat, *answer)
         return made
 
     def _example(self, chat: "_Checked", text: str, spans: Sequence[Span]) -> np.ndarray:
@@ -528,18 +524,6 @@ def _check_texts(name: str, value: Any, refused: Sequence[str]) -> None:
     elif isinstance(value, list):
         for each in value:
             _check_texts(name, each, refused)
-
-
-def _parsed(line: bytes) -> dict[str, Any] | ValueError:
-    return _attempt(parse_object, line)
-
-
-def _attempt(action: Callable[..., T], *arguments: Any, **options: Any) -> T | ValueError:
-    """Returns what `action` returns, or the error that it raises."""
-    try:
-        return action(*arguments, **options)
-    except ValueError as error:
-        return error
 
 
 def _kind(value: Any) -> str:

@@ -20,8 +20,8 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -55,6 +55,7 @@ PIECE_BYTES = 2**16  # The bytes of JSON that are read at once.
 # The dtypes that tokens in an ArrayRecord file may have; the argument `field` names one of them.
 TOKEN_DTYPES = ("<u2", "<i4", "<u4", "<i8")
 Document = bytes | np.ndarray
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class DocumentRange:
     Attributes:
       source: One of `SUFFIXES`.
       file: The file.
-      field: The field or the column with the document; for ArrayRecord see `read_documents`.
+      field: The field or the column with the document; for ArrayRecord see `Rows.documents`.
       start: The number of the first byte, row group or record.
       stop: The number after the last byte, row group or record. A line belongs to the range in
         which it begins.
@@ -215,12 +216,6 @@ class Rows:
                 yield place, _without_none(fields)
         else:
             yield from lines_of(self._part)
-
-
-def read_documents(part: DocumentRange) -> Iterator[Document]:
-    """Yields the documents of a part; raises the error of a bad one. See `Rows`."""
-    for _, document in Rows(part, "error").documents():
-        yield document
 
 
 def _check_unchanged(part: DocumentRange) -> None:
@@ -399,32 +394,31 @@ def row_error(part: DocumentRange, place: int, what: object) -> DamagedDataError
     return DamagedDataError(f"{part.file.path}, line {number}: {what}.")
 
 
-# A document with its place, or the error of a row.
-_Placed = Iterator[tuple[int, Document | ValueError]]
-
-
-def _as_document(value: Any, where: str) -> Document | ValueError:
+def attempt(action: Callable[..., T], *arguments: Any, **options: Any) -> T | ValueError:
+    """Returns what `action` returns, or the error that it raises."""
     try:
-        return as_document(value, where)
+        return action(*arguments, **options)
     except ValueError as error:
         return error
 
 
+# A document with its place, or the error of a row.
+_Placed = Iterator[tuple[int, Document | ValueError]]
+
+
 def _read_lines(part: DocumentRange) -> _Placed:
     for place, line in lines_of(part):
-        try:
-            fields = parse_object(line)
-        except ValueError as error:
-            yield place, error
-            continue
-        if part.field not in fields:
+        fields = attempt(parse_object, line)
+        if isinstance(fields, ValueError):
+            yield place, fields
+        elif part.field not in fields:
             there = ", ".join(map(repr, list(fields)[:8])) or "none"
             yield place, ValueError(f"has no field {part.field!r}, only {there}")
         else:
-            yield place, _as_document(fields[part.field], f"in {part.field!r}")
+            yield place, attempt(_as_document, fields[part.field], f"in {part.field!r}")
 
 
-def as_document(value: Any, where: str) -> Document:
+def _as_document(value: Any, where: str) -> Document:
     """Converts a value to a document."""
     if isinstance(value, str):
         try:
@@ -498,7 +492,7 @@ def _groups(metadata: Any) -> Iterator[tuple[int, int, int]]:
 
 def _read_column(part: DocumentRange) -> _Placed:
     for row, value in _read_table(part, part.field):
-        yield row, _as_document(value, f"in {part.field!r}")
+        yield row, attempt(_as_document, value, f"in {part.field!r}")
 
 
 def _read_table(part: DocumentRange, column: str | None) -> Iterator[tuple[int, Any]]:
@@ -579,11 +573,7 @@ def _read_records(part: DocumentRange) -> _Placed:
             if len(records) != stop - start:
                 raise DamagedDataError(f"{part.file.path} is damaged after record {start}.")
             for number, record in enumerate(records, start + 1):
-                try:
-                    document: Document | ValueError = _record_document(record, part.field)
-                except ValueError as error:
-                    document = error
-                yield number, document
+                yield number, attempt(_record_document, record, part.field)
     finally:
         reader.close()
 

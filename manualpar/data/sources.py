@@ -14,9 +14,9 @@ from manualpar.data.dataset import (
     LanguageDataset,
     make_fingerprint,
 )
-from manualpar.data.document_files import BadRows
+from manualpar.data.document_files import BAD_ROWS, BadRows
 from manualpar.data.mixture import mix, parse_mixture
-from manualpar.data.packing import LongExamples
+from manualpar.data.packing import LONG_EXAMPLES, LongExamples
 from manualpar.data.preferences import load_preferences
 from manualpar.data.text import load_text
 from manualpar.data.token_job import HELD_OUT, Job, make_job, run_job, token_bar
@@ -135,13 +135,17 @@ def load_dataset(
             f"`sequence_length` is {sequence_length}, expected at least 1 for the source "
             f"{source!r}."
         )
+    choices = ("long_examples", long_examples, LONG_EXAMPLES), ("bad_rows", bad_rows, BAD_ROWS)
+    for name, value, known in choices:
+        if value not in known:
+            raise ValueError(f"`{name}` is {value!r}, expected one of {', '.join(known)}.")
     if mixture and source != "mixture":
         raise ValueError(
             f"`source` is {source!r}, expected 'mixture', because `mixture` "
             "has entries; or set `mixture=()`."
         )
 
-    def load(source: str, path: str, *, field: str, tokenizer: str) -> LanguageDataset:
+    def load(source: str, path: str, field: str) -> LanguageDataset:
         if source == "text":
             encoder = load_tokenizer(tokenizer, parse_special=parse_special)
             return load_text(path, sequence_length=sequence_length, tokenizer=encoder)
@@ -176,15 +180,13 @@ def load_dataset(
         )
     if source == "mixture":
         entries = parse_mixture(mixture, TEXT_SOURCES)
-        return mix(
-            entries, lambda e: load(e.source, e.path, field=e.field or field, tokenizer=tokenizer)
-        )
+        return mix(entries, lambda e: load(e.source, e.path, e.field or field))
     if source == "tokens" and tokenizer:
         raise ValueError(
             f"`tokenizer` is {tokenizer!r}, expected '' for the source 'tokens', because "
             "a directory of token files holds its own tokenizer."
         )
-    return load(source, path, field=field, tokenizer=tokenizer)
+    return load(source, path, field)
 
 
 def load_digits() -> ClassificationDataset:

@@ -1,9 +1,8 @@
 """Encodes the documents of a part, and writes their tokens for a directory of token files.
 
 A part has a file of tokens for each split, `BOS doc BOS doc ... BOS doc`. A document ends with the
-tokenizer's end token, unless this is BOS. When these files are on
-the disk, a small file with the numbers of tokens, bytes and documents is written. Without the small
-file, the part is not finished.
+tokenizer's end token, unless this is BOS. When these files are on the disk, a small file with the
+numbers of tokens, bytes and documents is written. Without the small file, the part is not finished.
 
 If files have many documents, a hash of a document's content determines its split. So equal
 documents are in the same split, even if they are in different files. For the source `text`, a hash

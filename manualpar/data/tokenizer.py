@@ -198,6 +198,17 @@ def frame_document(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate([[bos], tokens]).astype(np.int32)
 
 
+def frame_prompt(tokenizer: Tokenizer, tokens: np.ndarray) -> list[int]:
+    """Puts BOS before the tokens of a prompt as the tokenizer requires, and if there are none.
+
+    BOS is not doubled if the prompt has it already, as in a document.
+    """
+    bos = [tokenizer.bos_token]
+    begins = tokenizer.begins_with_bos or not len(tokens)
+    given: list[int] = tokens.tolist()
+    return bos + given if begins and given[:1] != bos else given
+
+
 @dataclasses.dataclass
 class Notes:
     """What the user should know about encoded rows.
@@ -231,12 +242,23 @@ class Notes:
             said.append(f"skipped {self.skipped} bad rows: {shown}{also}")
         if self.spelt:
             number = sum(self.spelt.values())
-            shown = ", ".join(f"{text!r} {n} times" for text, n in self.spelt.most_common(FEW))
             said.append(
-                f"texts spell special tokens {number} times ({shown}), and these are encoded as "
-                "ordinary letters; parse_special (config.data.parse_special) reads them as tokens"
+                f"texts spell special tokens {number} times ({spelt_words(self.spelt)}), and these "
+                "are encoded as ordinary letters; parse_special (config.data.parse_special) reads "
+                "them as tokens"
             )
         return said
+
+
+def path_of_tokenizer(tokenizer: Tokenizer) -> str:
+    """Returns the path with which `load_tokenizer` loads a tokenizer again; "" for bytes."""
+    files = tokenizer.files
+    return str(files[0].parent if len(files) > 1 else files[0]) if files else ""
+
+
+def spelt_words(spelt: Counter[str]) -> str:
+    """Names the special tokens that texts spell most often."""
+    return ", ".join(f"{text!r} {number} times" for text, number in spelt.most_common(FEW))
 
 
 def load_tokenizer(path: str, *, parse_special: bool = False) -> Tokenizer:

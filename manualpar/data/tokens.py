@@ -196,8 +196,9 @@ def _parse_description(fields: Any) -> TokenFiles:
     remarks = fields["remarks"]
     if not isinstance(remarks, list) or not all(isinstance(each, str) for each in remarks):
         raise ValueError(f"has remarks={reprlib.repr(remarks)}, expected a list of strings")
-    choices = (("dtype", DTYPES), ("tokenizer", ("", TOKENIZER)), ("examples", (0, 1)))
-    for field, allowed in (*choices, ("parse_special", (0, 1))):
+    choices: dict[str, tuple[Any, ...]] = {"dtype": DTYPES, "tokenizer": ("", TOKENIZER)}
+    choices |= dict.fromkeys(("examples", "parse_special"), (0, 1))
+    for field, allowed in choices.items():
         if fields[field] not in allowed:
             raise ValueError(f"has {field}={fields[field]!r}, expected one of {allowed}")
     splits = _object(fields["splits"], "splits")

@@ -127,7 +127,7 @@ class Trained(NamedTuple):
     dataset: LanguageDataset | None
     described: str
     template: str = ""
-    own: "OwnSettings" = OwnSettings()
+    own: OwnSettings = OwnSettings()
 
 
 def load_run(workdir: AnyPath, *, mesh: Mapping[str, int] | None = None) -> Trained:
@@ -221,8 +221,8 @@ def own_settings(directory: Path, vocab_size: int) -> OwnSettings:
     `do_sample` is true.
     """
     stops: list[Any] = []
-    fields: dict[str, Any] = {}
     for name in (CONFIG_FILE, GENERATION_CONFIG):
+        fields: dict[str, Any] = {}  # In the end those of the last file.
         if not os.path.lexists(directory / name):
             continue
         try:
@@ -239,7 +239,6 @@ def own_settings(directory: Path, vocab_size: int) -> OwnSettings:
                 stacklevel=2,
             )
         stops = [end for end in stops if end not in wrong]
-        fields = fields if name == GENERATION_CONFIG else {}
     drawing = _drawing(fields, f"{directory / GENERATION_CONFIG}")
     left_out = [
         f"{name}={reprlib.repr(fields[name])}"

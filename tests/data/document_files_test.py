@@ -10,7 +10,7 @@ import pytest
 
 from manualpar.data import document_files, load_dataset, load_tokenizer
 from manualpar.data.dataset import SPLITS, DamagedDataError
-from manualpar.data.document_files import SUFFIXES, divide, find_document_files, read_documents
+from manualpar.data.document_files import SUFFIXES, Rows, divide, find_document_files
 from manualpar.data.tokenize import write_token_files
 from manualpar.data.tokenizer import frame_document
 from tests.data.chats import write_chat_tokenizer
@@ -19,7 +19,7 @@ from tests.data.documents import DOCUMENTS, write_documents
 
 def _read(path, source, field="text"):
     parts = divide(source, find_document_files(path, source), field)
-    return parts, [document for part in parts for document in read_documents(part)]
+    return parts, [x for part in parts for _, x in Rows(part, "error").documents()]
 
 
 @pytest.mark.parametrize("source", SUFFIXES)

@@ -11,7 +11,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from manualpar.data import document_files
 from manualpar.data.dataset import DamagedDataError
-from manualpar.data.document_files import divide, find_document_files, read_documents
+from manualpar.data.document_files import Rows, divide, find_document_files
 from manualpar.data.sources import load_dataset
 from manualpar.data.text import ByteStream, find_files
 from manualpar.data.tokenize import write_token_files
@@ -50,7 +50,7 @@ def read_changed(content):
 
 def read(path, source, field="text"):
     for part in divide(source, find_document_files(str(path), source), field):
-        list(read_documents(part))
+        list(Rows(part, "error").documents())
 
 
 def read_line(line):
@@ -87,7 +87,7 @@ def read_changed_documents(line):
     parts = divide("jsonl", find_document_files(path, "jsonl"), "text")
     with open(path, "a") as file:
         file.write(line)
-    list(read_documents(parts[0]))
+    list(Rows(parts[0], "error").documents())
 
 
 def cache_in_a_file(name):
@@ -162,6 +162,14 @@ SOURCES = [
             (
                 {"source": "tokens"},
                 "sequence_length` is 0, expected at least 1 for the source 'tokens'",
+            ),
+            (
+                {"source": "chat", "sequence_length": 1, "long_examples": "dropped"},
+                "long_examples` is 'dropped', expected one of error, cut, drop",
+            ),
+            (
+                {"source": "preferences", "sequence_length": 1, "bad_rows": "skipped"},
+                "bad_rows` is 'skipped', expected one of error, skip",
             ),
             (
                 {"source": "tokens", "sequence_length": 1, "tokenizer": "t.json"},

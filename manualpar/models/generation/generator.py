@@ -15,7 +15,7 @@ import numpy as np
 from manualpar.core.mesh.splitting import typed_key
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
-from manualpar.data.tokenizer import Tokenizer
+from manualpar.data.tokenizer import Tokenizer, frame_prompt
 from manualpar.models.generation.answers import Answer, TextPiece, TextPieces, next_piece
 from manualpar.models.generation.cached_steps import CachedSteps
 from manualpar.models.generation.drawing import Drawing, as_tokens, make_penalties, row_keys
@@ -265,9 +265,7 @@ class Generator:
                     f"generate: prompt {index} is a string and there is no tokenizer; expected "
                     "tokens, or a Generator with a tokenizer."
                 )
-            encoded: list[int] = self.tokenizer.encode(prompt).tolist()
-            begins = self.tokenizer.begins_with_bos or not encoded
-            return [self.tokenizer.bos_token, *encoded] if begins else encoded
+            return frame_prompt(self.tokenizer, self.tokenizer.encode(prompt))
         tokens = as_tokens(f"generate: prompt {index}", prompt)
         vocabulary = self.steps.model.vocab_size
         if tokens.min() < 0 or tokens.max() >= vocabulary:
@@ -286,9 +284,7 @@ class Generator:
         if self.tokenizer is None:
             raise TypeError("generate: there is no tokenizer, expected a Generator with one.")
         joined, border = self.tokenizer.encode_joined(context, completion)
-        bos, tokens = [self.tokenizer.bos_token], joined.tolist()
-        begin = bos if self.tokenizer.begins_with_bos or not border else []
-        return begin + tokens[:border], tokens[border:]
+        return frame_prompt(self.tokenizer, joined[:border]), joined[border:].tolist()
 
     def _divisible(self, batch_size: int) -> int:
         if batch_size < 1:

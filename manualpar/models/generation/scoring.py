@@ -105,15 +105,18 @@ def score_documents(
     The score of an empty document is 0.
 
     Args:
-      documents: The tokens of each document, without `first_token`.
-      first_token: The token that begins every document; it is not scored.
+      documents: The tokens of each document.
+      first_token: The token that begins every document, and is added to those that lack it; it is
+        not scored.
 
     Communication:
       The communication of `score_completions`.
     """
     windows, owners = [], []
     for index, tokens in enumerate(documents):
-        for window in cut_windows([first_token, *map(int, tokens)], max_length):
+        given = list(map(int, tokens))
+        whole = given if given[:1] == [first_token] else [first_token, *given]
+        for window in cut_windows(whole, max_length):
             windows.append(window)
             owners.append(index)
     totals = [Score(0.0, True, 0) for _ in documents]

@@ -486,10 +486,12 @@ def export_hf(
             files = _divide(tensors, max_shard_bytes)
             target.check_free()
             extras, folder = _extra_files(source, tokenizer)
-            own = tokenizer is not None
-            texts = _about_generation(program, config, extras, own=own)
+            own, generation = tokenizer is not None, _object_in(extras, GENERATION_CONFIG)
+            texts = _about_tokens(program, config, generation, extras, own=own)
             if template is not None and folder is not None:
-                texts |= _about_chats(extras, texts, folder, template)
+                texts |= _about_chats(generation, folder, template)
+            if generation != _object_in(extras, GENERATION_CONFIG):
+                texts[GENERATION_CONFIG] = json.dumps(generation, indent=2) + "\n"
             if is_first:
                 with writing("export_hf", target.path):
                     owner.enter_context(target.owned())
@@ -667,22 +669,31 @@ def _extra_files(
     return extras | {TOKENIZER: path}, path.parent
 
 
-def _about_generation(
+def _object_in(extras: Mapping[str, Path], name: str) -> dict[str, Any]:
+    """Returns the object in a file to copy; an empty one if there is no such file."""
+    try:
+        return read_object(extras[name]) if name in extras else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"export_hf: {extras[name]} {error}.") from error
+
+
+def _about_tokens(
     program: Program,
     config: dict[str, Any],
-    extras: dict[str, Path],
+    generation: dict[str, Any],
+    extras: Mapping[str, Path],
     *,
     own: bool,
 ) -> dict[str, str]:
-    """Adds the special tokens to a config; returns the texts of files that name them.
+    """Adds the special tokens to two configs; returns the texts of the tokenizer's files.
 
     Args:
       config: The `config.json`, which is changed.
-      extras: The files to copy, see `_extra_files`; those that are written instead are removed.
-      own: Whether the tokenizer's tokens replace those of the config.
+      generation: The `generation_config.json`, which is changed.
+      extras: The files to copy, see `_extra_files`.
+      own: Whether the tokenizer's tokens replace those of the configs.
     """
-    model, texts = transformer_of(program), dict[str, str]()
-    ids = _special_ids(extras)
+    model, ids = transformer_of(program), _special_ids(extras)
     if not ids and model.bos_token >= 0:  # Documents end where the next one begins.
         ids = {"bos_token_id": model.bos_token, "eos_token_id": model.bos_token}
     for name, value in ids.items():
@@ -693,20 +704,11 @@ def _about_generation(
             )
         if own or config.get(name) is None:
             config[name] = value
-    own_config: dict[str, Any] = {}
-    if GENERATION_CONFIG in extras:
-        try:
-            own_config = read_object(extras[GENERATION_CONFIG])
-        except (OSError, ValueError) as error:
-            raise ValueError(f"export_hf: {extras[GENERATION_CONFIG]} {error}.") from error
-    missing = {k: x for k, x in _ends(config).items() if own or own_config.get(k) is None}
-    generation = {**own_config, **missing}
-    if generation and generation != own_config:
-        texts[GENERATION_CONFIG] = json.dumps(generation, indent=2) + "\n"
-        extras.pop(GENERATION_CONFIG, None)
+    ends = _ends(config)
+    generation |= {k: x for k, x in ends.items() if own or generation.get(k) is None}
     if own and TOKENIZER_CONFIG not in extras and "bos_token_id" in ids:
-        texts |= _with_bos(extras, ids)
-    return texts
+        return _with_bos(_object_in(extras, TOKENIZER), ids)
+    return {}
 
 
 def _ends(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -722,17 +724,11 @@ def _special_ids(extras: Mapping[str, Path]) -> dict[str, int]:
     """Returns the numbers of the special tokens of a tokenizer, as the keys of a config."""
     if TOKENIZER not in extras:
         return {}
+    fields, described = (_object_in(extras, name) for name in (TOKENIZER, TOKENIZER_CONFIG))
     try:
-        fields = read_object(extras[TOKENIZER])
-    except (OSError, ValueError) as error:
-        raise ValueError(f"export_hf: {extras[TOKENIZER]} {error}.") from error
-    named: dict[str, str] = {}
-    if TOKENIZER_CONFIG in extras:
-        path = extras[TOKENIZER_CONFIG]
-        try:
-            named = special_tokens(read_object(path), tuple(SPECIAL_IDS.values()))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"export_hf: {path} {error}.") from error
+        named = special_tokens(described, tuple(SPECIAL_IDS.values()))
+    except ValueError as error:
+        raise ValueError(f"export_hf: {extras[TOKENIZER_CONFIG]} {error}.") from error
     model = fields.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # Of a unigram model: pairs (text, score).
@@ -751,47 +747,31 @@ def _special_ids(extras: Mapping[str, Path]) -> dict[str, int]:
     return {name: number for name, number in found.items() if type(number) is int}
 
 
-def _about_chats(
-    extras: dict[str, Path], texts: Mapping[str, str], folder: Path, template: str
-) -> dict[str, str]:
-    """Returns the texts of files with the chat template, and with its end of turn as an end."""
-    made: dict[str, str] = {}
+def _about_chats(generation: dict[str, Any], folder: Path, template: str) -> dict[str, str]:
+    """Adds a chat template's end of turn to the ends; returns the text of the template's file."""
     try:
         chats = Chats(load_tokenizer(str(folder)), template)
         chats.prompt({"messages": [{"role": "user", "content": "asked"}]})
     except ValueError as error:
         logging.warning("export_hf: the chat template's end of turn is not known (%s)", error)
-        return made
-    if template:
-        made[TEMPLATE] = chats.chosen
-        extras.pop(TEMPLATE, None)
-    generation: dict[str, Any] = {}
-    if GENERATION_CONFIG in texts:
-        generation = json.loads(texts[GENERATION_CONFIG])
-    elif GENERATION_CONFIG in extras:
-        generation = read_object(extras[GENERATION_CONFIG])
+        return {}
     found = generation.get("eos_token_id")
     found = found if isinstance(found, list) else [] if found is None else [found]
     if new := [end for end in sorted(chats.end_tokens) if end not in found]:
         generation["eos_token_id"] = [*found, *new]
-        made[GENERATION_CONFIG] = json.dumps(generation, indent=2) + "\n"
-        extras.pop(GENERATION_CONFIG, None)
-    return made
+    return {TEMPLATE: chats.chosen} if template else {}
 
 
-def _with_bos(extras: dict[str, Path], ids: Mapping[str, int]) -> dict[str, str]:
+def _with_bos(fields: dict[str, Any], ids: Mapping[str, int]) -> dict[str, str]:
     """Writes a config for a tokenizer without one, and puts BOS before each text, as in training.
 
-    A tokenizer that already changes the tokens of a text at its end is left as it is.
+    A tokenizer that already changes the tokens of a text at its end is left as it is, and so is one
+    whose BOS is no added token.
     """
-    fields = read_object(extras[TOKENIZER])
-    if fields.get("post_processor") is not None:
-        return {}
-    del extras[TOKENIZER]
     numbers = {token["id"]: token["content"] for token in fields.get("added_tokens") or ()}
     names = {text: numbers.get(ids.get(name, -1)) for name, text in SPECIAL_IDS.items()}
     bos = names["bos_token"]
-    if bos is None:
+    if bos is None or fields.get("post_processor") is not None:
         return {}
     begin = {"SpecialToken": {"id": bos, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
@@ -851,10 +831,10 @@ def _write_rest(
     extras: Mapping[str, Path],
     texts: Mapping[str, str],
 ) -> None:
-    """Copies the files in `extras`; writes `texts`, the config, and an index for several files."""
-    for name, source in extras.items():
+    """Writes `texts`, the config, and an index for several files; copies the rest of `extras`."""
+    for name in filter(lambda name: name not in texts, extras):
         with target.file(name) as path:
-            write_file(path, read_file(source))
+            write_file(path, read_file(extras[name]))
     for name, text in texts.items():
         with target.file(name) as path:
             write_file(path, text)

@@ -10,13 +10,14 @@ import optax
 import pytest
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, lora, make_mesh, zero
-from manualpar.data.tokenizer import ByteTokenizer
+from manualpar.data.tokenizer import ByteTokenizer, load_tokenizer
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import (
     classification_loss,
 )
 from manualpar.models.flat_fields import nest_fields, with_fields
 from manualpar.models.generation import Generator
+from tests.data.trained_tokenizer import write_tokenizer
 from tests.models.generation.programs import FAMILIES, SIZES, make_program, make_state
 
 PROMPTS = ([5, 1, 2, 0, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18])
@@ -232,13 +233,21 @@ def test_many_prompts_run_in_batches_and_come_back_in_their_order(monkeypatch):
     assert steps.shapes == [((4, 16), 16), ((4, 64), 64)]
 
 
-def test_a_prompt_begins_as_the_tokenizer_has_it(monkeypatch):
+def test_a_prompt_begins_as_the_tokenizer_has_it(monkeypatch, tmp_path):
     generator, _ = _generator([97], monkeypatch)
     bos = generator.tokenizer.bos_token
     assert generator.encode("a") == [bos, ord("a")]
-    monkeypatch.setattr(ByteTokenizer, "begins_with_bos", False)
-    assert generator.encode("a") == [ord("a")]
-    assert generator.encode("") == [bos]
+    assert generator.encode_pair("a", "b") == ([bos, ord("a")], [ord("b")])
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteTokenizer, "begins_with_bos", False)
+        assert generator.encode("a") == [ord("a")]
+        assert generator.encode("") == [bos]
+        assert generator.encode_pair("", "b") == ([bos], [ord("b")])
+    # A text that spells BOS, which is read as a token, has it once, as a document.
+    named = write_tokenizer(tmp_path / "t.json", special=["<s>"])
+    generator.tokenizer = load_tokenizer(named, parse_special=True)
+    assert generator.encode("<s>a") == generator.encode("a")
+    assert generator.encode_pair("<s>a", "b") == generator.encode_pair("a", "b")
 
 
 STAGES = {"pipeline": Pipeline("stage")}

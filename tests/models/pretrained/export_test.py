@@ -110,7 +110,13 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "out"]
     assert_same_files(read(again), {k: x.astype(np.float32) for k, x in tensors.items()})
     assert json.loads((again / "config.json").read_text())["torch_dtype"] == "float32"
-    half = export_hf(program, load_hf(program, again), tmp_path / "half", dtype="bfloat16")
+    # A tokenizer without a config, whose BOS is no added token.
+    own = tmp_path / "own.json"
+    own.write_text('{"model": {"vocab": {"<s>": 0}}}')
+    half = export_hf(
+        program, load_hf(program, again), tmp_path / "half", dtype="bfloat16", tokenizer=own
+    )
+    assert (half / "tokenizer.json").read_bytes() == own.read_bytes()
     expected = {k: x.astype(jnp.bfloat16) for k, x in tensors.items()}
     assert_same_files(read(half), expected)
 
