@@ -267,7 +267,7 @@ def by_phase_and_module(
 ) -> tuple[Computation, ...]:
     """Adds up products by phase (in the order of `PHASES`), module and dtype (as they come)."""
     totals = summed(
-        ((each.phase, module_of(each.scope, root), _family(each.dtype)), each.flops)
+        ((each.phase, module_of(each.scope, root), without_format(each.dtype)), each.flops)
         for each in products
     )
     return tuple(
@@ -278,7 +278,8 @@ def by_phase_and_module(
     )
 
 
-def _family(dtype: str) -> str:
+def without_format(dtype: str) -> str:
+    """Returns a dtype as ledgers and tables of peaks name it: all float8 formats are `float8`."""
     return "float8" if dtype.startswith("float8") else dtype
 
 
