@@ -194,7 +194,8 @@ class TrafficReader(ProductReader):
         """Returns what a kernel reads that rounds `x`: XLA fuses a scaling in a wider dtype."""
         size = _bytes(x)
         while (eqn := self._made_by.get(x)) and _scales(eqn):
-            alike = [y for y in eqn.invars if isinstance(y, Var) and y.aval.shape == x.aval.shape]
+            variables: list[Any] = [y for y in eqn.invars if isinstance(y, Var)]
+            alike = [y for y in variables if y.aval.shape == x.aval.shape]
             if not alike:
                 break
             x = alike[0]
