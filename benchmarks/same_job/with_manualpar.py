@@ -13,8 +13,8 @@ class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x):
         for _ in range(2):
-            x = nn.gelu(nn.Dense(job.WIDTH)(x))
-        return nn.Dense(job.CLASSES)(x)
+            x = nn.gelu(nn.Dense(job.WIDTH, dtype="bfloat16")(x))
+        return nn.Dense(job.CLASSES, dtype="bfloat16")(x)
 
 
 def loss_fn(params, apply_fn, batch, rng):

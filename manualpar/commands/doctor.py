@@ -55,6 +55,7 @@ from manualpar.errors import (
     describe_mistake,
     print_error,
     require,
+    suggest,
 )
 from manualpar.inspect.same_as_one_device import assert_same_as_one_device
 from manualpar.strategies.fsdp import fsdp
@@ -253,7 +254,9 @@ def _prepare_devices(argv: Sequence[str]) -> Any:
     if not argv[1:]:
         return None
     if not _names_config(argv):
-        raise UsageError(f"{argv[1]!r} is not understood, expected a config or no argument.")
+        name = argv[1].lstrip("-").partition("=")[0].replace("-", "_")
+        near = suggest(name, {"config", *OF_CONFIG, *OF_CLUSTER}, show=lambda x: f"--{x}")
+        raise UsageError(f"{argv[1]!r} is not understood, expected a config or no argument{near}.")
     require("--config", *TRAIN)
     from manualpar.commands.command_line import Syntax, parse_command_line
     from manualpar.commands.results import choose_devices, quiet_absl

@@ -23,19 +23,22 @@ attention compute the scores again in the backward pass; this second computation
 *Narrow* dtypes are those of 8 bits: `float8_...` and `int8`. `TrafficReader` also counts what makes
 the operands of their products: each rounding of a wider array (a reduction finds its largest
 number), and each float8 operand that is not summed over its last dim, because Hopper's matrix units
-take no other layout. XLA for GPUs writes the second layout of an activation or a gradient, for the
-product that gives the gradient of a weight, when it rounds. It transposes weights apart.
+take no other layout. A kernel that rounds reads the array as it was before it was scaled. XLA for
+GPUs writes the second layout of an activation or a gradient, for the product that gives the
+gradient of a weight, when it rounds. It transposes weights apart.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, Var
 
 from manualpar.core.tracing.scopes import (
     PRODUCTS_COMPUTED,
@@ -45,7 +48,7 @@ from manualpar.core.tracing.scopes import (
     ticks_run,
     ticks_scope,
 )
-from manualpar.inspect.communication import Around, EquationReader, summed
+from manualpar.inspect.communication import OUTSIDE, Around, EquationReader, summed
 from manualpar.inspect.scope_parsing import PHASES, Phase, module_of, phase_of
 from manualpar.layers.pipeline.schedules import Costs, Table
 
@@ -66,6 +69,8 @@ CUDNN_PRODUCTS = {
 REDUCTIONS = frozenset(
     {"argmax", "cumlogsumexp", "cumsum", "reduce_max", "reduce_min", "reduce_sum"}
 )
+# Primitives that convert, scale or clip each element.
+SCALINGS = frozenset({"clamp", "convert_element_type", "div", "max", "min", "mul", "round"})
 
 
 class Product(NamedTuple, Generic[Number]):
@@ -174,13 +179,36 @@ class TrafficReader(ProductReader):
     """Collects products, reductions and changes of narrow operands, with their memory traffic."""
 
     fused_attention = False  # Whether attention runs in one kernel, see the module.
+    _made_by: Mapping[Any, Any] = types.MappingProxyType({})  # The equations of the jaxpr at hand.
+
+    def read(self, jaxpr: Jaxpr, around: Around = OUTSIDE) -> tuple[Product[Fraction], ...]:
+        """Reads a jaxpr and all jaxprs inside it, in the order of the program."""
+        outer = self._made_by
+        self._made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        try:
+            return super().read(jaxpr, around)
+        finally:
+            self._made_by = outer
+
+    def _bytes_read(self, x: Any) -> int:
+        """Returns what a kernel reads that rounds `x`: XLA fuses a scaling in a wider dtype."""
+        size = _bytes(x)
+        while (eqn := self._made_by.get(x)) and _scales(eqn):
+            variables: list[Any] = [y for y in eqn.invars if isinstance(y, Var)]
+            alike = [y for y in variables if y.aval.shape == x.aval.shape]
+            if not alike:
+                break
+            x = alike[0]
+            size = min(size, _bytes(x))
+        return size
 
     def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
         """Returns the work of an equation that is a product, a reduction or a rounding."""
         flops: int | Fraction | None = flops_of(eqn, around.scope)
         is_product = flops is not None
         if _is_rounding(eqn):
-            return (_changed("rounded", eqn.outvars[0], sum(map(_bytes, _ends(eqn))), around),)
+            x, y = _ends(eqn)
+            return (_changed("rounded", y, self._bytes_read(x) + _bytes(y), around),)
         if not is_product and eqn.primitive.name not in REDUCTIONS:
             return super().find(eqn, around)
         arrays = [*eqn.invars, *eqn.outvars] if is_product else eqn.invars[:1]
@@ -213,6 +241,11 @@ def _is_rounding(eqn: Any) -> bool:
     before, after = (x.aval.dtype for x in _ends(eqn))
     is_wide = jnp.issubdtype(before, jnp.floating) and not is_narrow(str(before))
     return is_wide and is_narrow(str(after))
+
+
+def _scales(eqn: Any) -> bool:
+    """Returns whether an equation converts, scales or clips each element."""
+    return eqn.primitive.name in SCALINGS or eqn.params.get("name") in ("clip", "round")
 
 
 def _turned(eqn: Any) -> Iterator[Any]:
@@ -267,7 +300,7 @@ def by_phase_and_module(
 ) -> tuple[Computation, ...]:
     """Adds up products by phase (in the order of `PHASES`), module and dtype (as they come)."""
     totals = summed(
-        ((each.phase, module_of(each.scope, root), _family(each.dtype)), each.flops)
+        ((each.phase, module_of(each.scope, root), without_format(each.dtype)), each.flops)
         for each in products
     )
     return tuple(
@@ -278,7 +311,8 @@ def by_phase_and_module(
     )
 
 
-def _family(dtype: str) -> str:
+def without_format(dtype: str) -> str:
+    """Returns a dtype as ledgers and tables of peaks name it: all float8 formats are `float8`."""
     return "float8" if dtype.startswith("float8") else dtype
 
 

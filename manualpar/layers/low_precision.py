@@ -206,7 +206,7 @@ def _forward(
 ) -> tuple[jax.Array, tuple[Any, Any]]:
     quantized = [_quantize(z, dims, side, matmul, FLOAT8) for side, z in enumerate((x, y))]
     out = _multiply(quantized[0], quantized[1], dims, x.dtype)
-    # The codes in float8 serve the gradients too. Those in int8 have scales for other sums.
+    # The codes in float8 serve the gradients too; those in int8 do not, see `_backward`.
     return out, (quantized[0], quantized[1]) if matmul == "float8" else (x, y)
 
 
@@ -214,12 +214,14 @@ def _backward(
     dims: Dims, matmul: Matmul, residuals: tuple[Any, Any], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     ndims = [jax.tree.leaves(z)[0].ndim for z in residuals]
-    grads = []
+    grads, codes = [], None
     for side, other in enumerate(reversed(residuals)):
         product, order = _gradient_dims(dims, side, ndims[side], ndims[1 - side])
-        gradient = _quantize(g, product, 0, matmul, GRADIENT8)
+        # Both products take the same codes in float8. Those in int8 have scales for other sums.
+        if codes is None or matmul == "int8":
+            codes = _quantize(g, product, 0, matmul, GRADIENT8)
         factor = other if isinstance(other, Codes) else _quantize(other, product, 1, matmul, FLOAT8)
-        grads.append(jnp.transpose(_multiply(gradient, factor, product, g.dtype), order))
+        grads.append(jnp.transpose(_multiply(codes, factor, product, g.dtype), order))
     return grads[0], grads[1]
 
 

@@ -44,7 +44,7 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.errors import suggest
 from manualpar.inspect.compiled import Instruction, Instructions, array_bytes, arrays
-from manualpar.inspect.flops import flops_of, is_narrow, product_dtype
+from manualpar.inspect.flops import flops_of, is_narrow, product_dtype, without_format
 from manualpar.inspect.throughput import PEAKS, peak_flops
 from manualpar.layers.attention.causal_attention import Device
 
@@ -66,11 +66,6 @@ FITTED_PRODUCTS = {
 FITTED_ATTENTION = {"torus": 0.444, "nodes": 0.401}
 # Chip -> chip with the same die, and therefore the same speed of products.
 SAME_PRODUCTS = {"h200": "h100"}
-
-
-def without_format(dtype: str) -> str:
-    """Returns a dtype as tables of peaks name it: all formats of 8 bits are `float8`."""
-    return "float8" if dtype.startswith("float8") else dtype
 
 
 class KernelSpeed(NamedTuple):

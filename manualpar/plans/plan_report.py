@@ -174,8 +174,8 @@ def print_traced(
             f"{describe_seconds(traced.step_seconds)} by its traced program, MFU "
             f"{describe_share(traced.mfu)}"
         )
-    closed = describe_seconds(outcome.seconds)
-    print_wrapped(console, f"{outcome.candidate.name}: {closed} by formula, {found}")
+    expected = describe_seconds(outcome.seconds)
+    print_wrapped(console, f"{outcome.candidate.name}: {expected} by formula, {found}")
     print_wrapped(console, f"  {' '.join(_quoted(flag) for flag in flags)}")
 
 

@@ -1,9 +1,16 @@
 """The lines of the same job: what counts as a line, and which outcomes are refused."""
 
+import ast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.same_job import __main__ as same_job
+from benchmarks.same_job import job
 from benchmarks.same_job.__main__ import Outcome, check, count_lines, read_outcome, train
+from manualpar.inspect import ledger
 
 SOURCE = '''"""A docstring
 of two lines."""
@@ -59,6 +66,18 @@ def test_the_output_of_every_script_is_read():
         "step 48 eval accuracy 0.65  loss 0.9\na device holds 0.125 of the state\n"
     )
     assert read_outcome(text) == Outcome({("train", 8): 1.9705, ("eval", 48): 0.9}, 0.125)
+
+
+@pytest.mark.parametrize("name", ["manualpar", "flax"])
+def test_all_products_of_a_script_are_in_bfloat16(name):
+    source = ast.parse((same_job.FOLDER / f"with_{name}.py").read_text())
+    models = [part for part in source.body if isinstance(part, ast.ClassDef)]
+    exec(compile(ast.Module(models, []), name, "exec"), made := {"nn": nn, "jnp": jnp, "job": job})
+    x = jnp.zeros((job.BATCH, job.FEATURES))
+    model = made["Classifier"]()
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    products = ledger(jax.jit(model.apply).trace(params, x)).to_json()["flops"]
+    assert products["by_dtype"].keys() == {"bfloat16"}
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ def test_attention_that_differs_from_plain_jax_is_named(monkeypatch):
     ("argument", "expected"),
     [
         ("--confg=a.py", "'--confg=a.py' is not understood, expected a config or no argument"),
+        ("--clustr", "expected a config or no argument; the nearest one is --cluster."),
         ("--config.data.batch_size=3", "=3' is not understood, expected a config or no argument"),
         ("--config=a.py", "no such file"),
     ],

@@ -42,6 +42,14 @@ def test_a_product_and_its_gradients_are_near_those_of_exact_products(product, m
     assert min(errors) > 1e-4  # Nothing was multiplied exactly.
 
 
+def test_each_factor_of_a_float8_product_is_rounded_once():
+    """The gradients take the codes of the factors, and both take those of the result's gradient."""
+    gradient = jax.grad(lambda *xs: float8_dot_general(*xs, ROWS).sum(), (0, 1))
+    traced = str(jax.make_jaxpr(gradient)(normal(0, (16, 32)), normal(1, (32, 8))))
+    assert traced.count("new_dtype=float8_e4m3fn") == 2
+    assert traced.count("new_dtype=float8_e5m2") == 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_float8_product_does_not_depend_on_a_power_of_two(dtype):
     """So it hardly matters which devices' numbers choose the scale."""
