@@ -63,7 +63,8 @@ class _Outer(nn.Module):
         if self.branch == "switch":
             return nn.switch(is_kept.astype(int), [skip, run], layer, x)
         if self.branch == "nested":
-            inner = lambda layer, x: nn.cond(x[0, 0] > -9, run, skip, layer, x)  # noqa: E731
+            # True for all finite numbers, because devices may have different first examples.
+            inner = lambda layer, x: nn.cond(x[0, 0] > -jnp.inf, run, skip, layer, x)  # noqa: E731
             return nn.cond(is_kept, inner, skip, layer, x)
         return nn.cond(is_kept, run, skip, layer, x)
 
