@@ -215,6 +215,7 @@ class Check:
             has_statistics=self.has_statistics,
             has_learned_counts=self.row.get("form") in LEARNED,
             has_coded_products=self.has_coded_products,
+            parts=program.mesh.shape.get("context", 1) if self.row.get("form") == "scalar" else 1,
         )
 
     # The comparisons.

@@ -39,6 +39,8 @@ class Allowance:
       has_statistics: Whether a layer divides by the standard deviation of a few examples.
       has_learned_counts: Whether counts depend on parameters.
       has_coded_products: Whether activations are quantized, where roundings may change a code.
+      parts: Into how many parts a context axis divides each example, if each part counts as one:
+        if the loss is a scalar, without a count of its own.
     """
 
     is_low: bool = False
@@ -50,6 +52,7 @@ class Allowance:
     has_statistics: bool = False
     has_learned_counts: bool = False
     has_coded_products: bool = False
+    parts: int = 1
 
     @property
     def is_rough(self) -> bool:
@@ -59,11 +62,12 @@ class Allowance:
     def moved(self, params: Arrays) -> list[dict[str, Any]]:
         """Returns parameters changed at random, by as much as the program's rounding errors.
 
-        Where a rounding error may change the code of an activation, one change at random may meet
-        no such activation, so several are tried.
+        Where a rounding error may change the code of an activation, or the statistics of a few
+        examples, one change at random may meet none, so several are tried.
         """
         if not self.has_coded_weights:
-            size, number = 2.0**-8 if self.is_low else 2.0**-20, 8 if self.has_coded_products else 1
+            number = 8 if self.has_coded_products else 4 if self.has_statistics else 1
+            size = 2.0**-8 if self.is_low else 2.0**-20
             return [perturb(params, size, seed) for seed in range(number)]
         random, moved = np.random.default_rng(0), {}
         for path, x in params.items():
@@ -134,29 +138,30 @@ class Allowance:
         dropout masks, and the allowed distance from it.
         """
         rtol = 0.05 if self.is_rough else 5e-3 if self.has_coded_products else 2e-5
-        for name, (total, count) in expected.items():
+        for name, pair in expected.items():
+            total, count = (x * self.parts for x in pair)
             if name == "accuracy" and (self.is_rough or by_chance or self.has_coded_products):
                 continue
             far = 0.0
             if by_chance:
-                total, far = by_chance[name]
+                total, far = (x * self.parts for x in by_chance[name])
             got = metrics[name]
             if got[1] == 0 == count or (math.isnan(got[0]) and math.isnan(total)):
                 continue
-            far += self.by_codes(name, total, noisy)
+            far += self.parts * self.by_roundings(name, pair[0], noisy)
             allowed = rtol * max(abs(total), abs(count)) + 1e-6 + far
             of_count = rtol if self.has_learned_counts else 1e-5
             is_same = got[0] == total or abs(got[0] - total) <= allowed  # Both may be infinite.
             if abs(got[1] - count) > of_count * abs(count) or not is_same:
                 raise WrongError(f"{what}: metric {name} is {got}, one device's {(total, count)}")
 
-    def by_codes(self, name: str, total: float, noisy: Sequence[Answer]) -> float:
-        """Returns how far roundings may move a metric, where they may change codes of activations.
+    def by_roundings(self, name: str, total: float, noisy: Sequence[Answer]) -> float:
+        """Returns how far roundings may move a metric, where they change codes or few statistics.
 
         `total` is the metric's sum in one device's answer, and `noisy` are the answers of
         `check_gradients`.
         """
-        if not self.has_coded_products:
+        if not self.has_coded_products and not self.has_statistics:
             return 0.0
         off = [abs(x.metrics[name][0] - total) for x in noisy]
         return 3 * max(off, default=0.0) if np.isfinite(off).all() else math.inf

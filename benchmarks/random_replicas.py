@@ -41,7 +41,7 @@ def check_replicas(check: Any, program: Any) -> None:
         after = _of_replicas(state.local["params"], shapes)
         grads = _of_replicas(state.local["opt_state"].gradient, shapes)
         parts = np.split(np.arange(check.row["batch"]), number)
-        moved, counts, totals, by_codes = [], [], [], 0.0
+        moved, counts, totals, by_roundings = [], [], [], 0.0
         meets = not divided and step % of_replicas["every"] == 0
         for replica, part in enumerate(parts):
             mine = common | {path: x[replica] for path, x in own.items()}
@@ -60,7 +60,7 @@ def check_replicas(check: Any, program: Any) -> None:
                 if check.overflows(named, noisy):
                     return
                 allowance.check_gradients(named, its, expected, noisy)
-                by_codes += allowance.by_codes("loss", expected.metrics["loss"][0], noisy)
+                by_roundings += allowance.by_roundings("loss", expected.metrics["loss"][0], noisy)
             new = optimizers[replica].updated(mine, its)
             moved.append(new)
             counts.append(expected.metrics["loss"][1])
@@ -72,7 +72,7 @@ def check_replicas(check: Any, program: Any) -> None:
         if not check.has_dropout and not check.has_statistics and not allowance.is_rough:
             off = abs(total - sum(totals))
             rtol = 5e-3 if allowance.has_coded_products else 1e-4
-            is_off = off > rtol * max(abs(total), 1) + by_codes
+            is_off = off > rtol * max(abs(total), 1) + by_roundings
             if is_off or abs(count - sum(counts)) > 1e-3:
                 raise WrongError(f"{what}: loss is {total, count}, {sum(totals), sum(counts)}")
         if not meets:

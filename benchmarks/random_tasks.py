@@ -289,7 +289,9 @@ def make_parts(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Parts
             each, means = (_sown(sown[sows], name) for name in ("each", "mean"))
             losses = (losses + 0.1 * sum(x.reshape(-1, len(losses)).sum(0) for x in each)) ** 2
             mean = 0.1 * sum(x.sum() for x in means)
-            losses = losses + mean if batch.mask is None and not has_terms else losses
+            # Weights of examples would weigh the means of the devices.
+            is_plain_mean = batch.mask is None and not has_terms and form not in LEARNED
+            losses = losses + mean if is_plain_mean else losses
         weights, correct = batch.mask, correct.astype(losses.dtype)
         if form in LEARNED:
             learned = jax.nn.sigmoid(out[..., 0])

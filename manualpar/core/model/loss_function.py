@@ -15,7 +15,8 @@ and steps. The function may return:
 - `loss, metrics`: the mean over the share's valid examples, and metrics with `"loss"` among them.
   The count of `metrics["loss"]` is the weight of this share. If the loss has a part with another
   divisor, this weight is wrong for it, and the first step refuses the loss (`UNEVEN`).
-- `loss`: the mean over the share's examples, all of which count the same.
+- `loss`: the mean over the share's examples, all of which count the same. The reported count has an
+  example once for each device of a context axis.
 
 For NNX models also `loss_fn(model, batch)`, see `for_nnx`.
 
