@@ -51,6 +51,7 @@ from manualpar.layers.pipeline.staged_loss import (
     put,
     read,
     slots,
+    varying,
     write,
     zeros,
 )
@@ -221,6 +222,8 @@ class StageWork:
             params, frozen = self._split_trained(self._chunk_params(0))
             fixed = x.exact, first, self._stage, frozen
             self._kept = KeptResiduals(chunk, params, x.inexact, fixed)
+        # Residuals of a kernel have no axes if a remat policy keeps what the kernel names.
+        self._kept_types = [varying(t, axis) for t in self._kept.types]
         returned = staged.returns[1][0] if table.has_backward else staged.returns
         self._results = jax.tree.map(functools.partial(_summed, axes={axis}), returned)
 
@@ -229,7 +232,7 @@ class StageWork:
         table, types = self._table, self.loss.types
         state = _State(
             slots(types, table.activation_slots),
-            slots(self._kept.types, table.activation_slots),
+            slots(self._kept_types, table.activation_slots),
             slots(types.inexact, table.gradient_slots) if table.has_backward else [],
             [
                 zeros(_summed(x)) if i in self._trained else optax.MaskedNode()
@@ -270,7 +273,7 @@ class StageWork:
         # XLA would copy the buffers in every tick. There is one exception. If all stages run the
         # branch together, the results of idle stages are discarded by a `where`. In the branch, it
         # would have to run over each full buffer, so the write comes after the branch.
-        before = zeros(self._kept.types) if together else state.kept
+        before = zeros(self._kept_types) if together else state.kept
 
         def run() -> Any:
             x = self._where(

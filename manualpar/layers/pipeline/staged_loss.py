@@ -90,7 +90,7 @@ class StagedLoss:
         check_divides(cut.length, num_stages, chunks)
         self.chunk_layers = cut.length // (num_stages * chunks)
         self.first_other = number
-        self._types = [_varying(t, axis) for t in (*cut.carry, *cut.ys)]
+        self._types = [varying(t, axis) for t in (*cut.carry, *cut.ys)]
         for t in self._types:
             if not jnp.issubdtype(t.dtype, jnp.number) and t.dtype != jnp.bool_:
                 raise ValueError(
@@ -157,7 +157,7 @@ class StagedLoss:
         return [next(first) if is_inexact else next(second) for is_inexact in self._is_inexact]
 
 
-def _varying(t: Any, axis: str) -> Any:
+def varying(t: Any, axis: str) -> Any:
     """Adds an axis to the axes over which a type varies."""
     return jax.eval_shape(lambda x: cast_to_varying(x, (axis,)), t)
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from manualpar import (
     Batch,
@@ -21,6 +22,7 @@ from manualpar import (
     make_mesh,
     zero,
 )
+from manualpar.layers.attention.unchecked import run_unchecked
 from manualpar.models.cross_entropy import (
     classification_loss,
     language_model_loss,
@@ -46,9 +48,25 @@ class Block(nn.Module):
         return x + nn.Dense(D)(y), None
 
 
+def named(x: jax.Array) -> jax.Array:
+    """What a kernel computes, with a name for what its backward pass reads."""
+    return checkpoint_name(jnp.tanh(x), "kernel") * jnp.sin(x)
+
+
+class KernelBlock(nn.Module):
+    """A layer with a kernel that types cannot be checked of."""
+
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+        return x + run_unchecked(named, nn.Dense(D)(x)), None
+
+
 class Stack(nn.Module):
     """Layers in a scan, with a skip around them and a parameter that is used everywhere."""
 
+    layer: Any = Block
     jit: bool = False
     remat: bool = False
     norm: bool = False
@@ -59,8 +77,9 @@ class Stack(nn.Module):
         if self.norm:
             x = nn.BatchNorm(use_running_average=not train)(x)
         scale = jnp.tanh(self.param("scale", nn.initializers.normal(1.0), (2 * D,)))
+        policy = jax.checkpoint_policies.save_only_these_names("kernel")
         layers = nn.scan(
-            nn.remat(Block) if self.remat else Block,
+            nn.remat(self.layer, policy=policy) if self.remat else self.layer,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=nn.broadcast,
@@ -141,6 +160,7 @@ def train(model: Any, loss: Any, batch: Batch, mesh: dict[str, int], **options: 
     [
         (Stack(), classification_loss, {"stage": 4}, Pipeline(schedule="gpipe")),
         (Stack(jit=True, remat=True), classification_loss, {"stage": 2}, Pipeline(chunks=2)),
+        (Stack(KernelBlock, remat=True), classification_loss, {"stage": 2}, Pipeline()),
         (NNXStack, classification_loss, {"stage": 4}, Pipeline(keep="inputs")),
         (
             transformer(num_experts=2, expert_axis="expert", remat="full", tied_head=True),
@@ -161,7 +181,7 @@ def train(model: Any, loss: Any, batch: Batch, mesh: dict[str, int], **options: 
             Pipeline(chunks=2, keep="inputs"),
         ),
     ],
-    ids=["linen", "interleaved", "nnx", "experts", "ring", "gemma"],
+    ids=["linen", "interleaved", "kernel", "nnx", "experts", "ring", "gemma"],
 )
 def test_models_train_as_without_stages(
     model: Any, loss: Any, mesh: dict[str, int], pipeline: Pipeline
