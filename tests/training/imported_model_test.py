@@ -74,6 +74,18 @@ def test_what_contradicts_the_directory_is_refused(directory, tmp_path):
         config.data.tokenizer = str(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match=r"tokenizer has 40 tokens and .*vocab_size is 30"):
         prepare(config)
+    # Or the model gets them, with the mean of the other rows.
+    with config.unlocked():
+        config.model.add_tokens = True
+    experiment, said = prepare(config), []
+    assert experiment.task.model.vocab_size == experiment.config.model.vocab_size == 40
+    state = initial_state(experiment.config, experiment.program, report=said.append)
+    assert said[0].endswith("; 10 new tokens begin as the mean")
+    params, tensors = experiment.program.whole(state)["params"], read(directory)
+    for own, name in ((params["embedding"], "model.embed_tokens"), (params["head"].T, "lm_head")):
+        np.testing.assert_array_equal(own[:30], tensors[f"{name}.weight"])
+        means = tensors[f"{name}.weight"].mean(0)
+        np.testing.assert_allclose(own[30:], np.tile(means, (10, 1)), atol=1e-6)
     arguments = ["", f"--config.model.from_hf={directory}", "--config.model.num_layers=2"]
     with pytest.raises(UsageError, match=r"num_layers is 2 and .* says 3; leave one of them out"):
         parse_command_line(arguments, default_config=CONFIG_FILE)
