@@ -183,14 +183,15 @@ def add_low_rank(
     if magnitude is None:
         return jax.tree.map(lambda y, more: y + scale * more.astype(y.dtype), y, low)
     kernel, wide = magnitude.kernel, jnp.float32
-    length = lengths(*map(jax.lax.stop_gradient, (kernel, a, b)), scale, axes=magnitude.axes)
+    constants = [jax.lax.stop_gradient(x) for x in (kernel, a, b)]
+    length = lengths(constants[0], constants[1], constants[2], scale, axes=magnitude.axes)
     ratio = _like_last(magnitude.value.astype(wide) / length, jax.tree.leaves(y)[0])
     if dropped is not None:
         base = _product(module, cast(dropped), cast(kernel), y)
-    elif magnitude.bias is None:
+    elif (bias := magnitude.bias) is None:
         base = y
     else:
-        base = jax.tree.map(lambda y: y - _like_last(magnitude.bias, y).astype(y.dtype), y)
+        base = jax.tree.map(lambda y: y - _like_last(bias, y).astype(y.dtype), y)
 
     def combine(y: jax.Array, base: jax.Array, low: jax.Array) -> jax.Array:
         more = (ratio - 1) * base.astype(wide) + ratio * scale * low.astype(wide)
@@ -782,7 +783,8 @@ class LoRAInterface(WrappingInterface):
         if not _computes(context) or not module.has_variable("params", DOWN):
             return next_fun(*args, **kwargs)
         has_magnitude = module.has_variable("params", MAGNITUDE)
-        with _reading(module) if has_magnitude else contextlib.nullcontext({}) as read:
+        reading: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
+        with _reading(module) if has_magnitude else reading as read:
             y = next_fun(*args, **kwargs)
         boxes = [module.get_variable("params", name) for name in (DOWN, UP)]
         axes = _split_axes(module, boxes[0])

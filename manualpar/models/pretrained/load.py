@@ -10,7 +10,7 @@ one process has an error, all processes raise an error.
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +164,8 @@ def _with_new_rows(program: Program, x: jax.Array, dim: int, old: int, new: int)
         mean = rows.mean(dim, keepdims=True).astype(x.dtype)
         return jnp.where((number >= old) & (number < new), mean, x)
 
-    on_auto = with_auto_axes(run, mesh=program.mesh, out_specs=x.sharding.spec)
+    sharding: Any = x.sharding
+    on_auto = with_auto_axes(run, mesh=program.mesh, out_specs=sharding.spec)
     with no_mesh():
-        added: jax.Array = jax.jit(on_auto, out_shardings=x.sharding, donate_argnums=0)(x)
+        added: jax.Array = jax.jit(on_auto, out_shardings=sharding, donate_argnums=0)(x)
     return added

@@ -24,13 +24,13 @@ from manualpar.models.pretrained import (
     lora_of_peft,
     read_architecture,
 )
-from manualpar.models.pretrained.peft_files import (
+from manualpar.models.pretrained.peft_files import read_peft_config
+from manualpar.models.pretrained.peft_modules import (
     find_family,
     find_places,
     fused_modules,
     join_fused,
     may_have_place,
-    read_peft_config,
     split_fused,
 )
 from tests.models.pretrained.transformers_models import MODELS, make_batch, saved
