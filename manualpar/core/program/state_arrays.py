@@ -350,7 +350,7 @@ def _with_derived(
     own = {
         leaf.name.partition("/")[2]: number
         for number, leaf in enumerate(leaves)
-        if leaf.keys[0] == "params"
+        if leaf.keys[0] == "params" and not leaf.is_key
     }
     missing = {path for path, number in own.items() if leaves[number].name not in placed}
     params = {

@@ -270,8 +270,7 @@ def peft_config(
     Args:
       ranks: The rank of each adapted module, by its name.
       parameters: The rank of each parameter for `target_parameters`, by its name.
-      modules: The modules that are trained as a whole.
-      is_tied: Whether one of them is an embedding that is also the head.
+      is_tied: Whether one of `modules` is an embedding that is also the head.
     """
     both = {**ranks, **parameters}
     # Peft warns of a pattern that matches parameters and no module, and still applies it.
