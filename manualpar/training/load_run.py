@@ -180,7 +180,8 @@ def load_directory(
     Args:
       directory: The directory.
       mesh: As in `load_run`.
-      adapter: A directory of the library peft with LoRA adapters of the model, see `load_peft`.
+      adapter: A directory of the library peft with LoRA adapters of the model, see `load_peft`. If
+        it has a tokenizer, that is used.
 
     Raises:
       ValueError: `Transformer` does not support the model in the directory, there is no tokenizer,
@@ -217,7 +218,10 @@ def load_directory(
         state = load_peft(program, state, adapter)
     described = str(directory) if adapter is None else f"{directory} with {adapter}"
     own = own_settings(local, model.vocab_size)
-    return Trained(program, state, load_tokenizer(str(local)), 0, None, described, own=own)
+    # Adapters with new tokens come with a tokenizer that has them.
+    has_own = adapter is not None and (adapter / "tokenizer.json").exists()
+    tokenizer = load_tokenizer(str(adapter if has_own else local))
+    return Trained(program, state, tokenizer, 0, None, described, own=own)
 
 
 def own_settings(directory: Path, vocab_size: int) -> OwnSettings:
