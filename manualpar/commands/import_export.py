@@ -51,7 +51,7 @@ from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.config import check_config
 from manualpar.training.exit_codes import exit_code
 from manualpar.training.experiment import prepare
-from manualpar.training.imported_model import MODEL_FOLDER, fill_from_hf
+from manualpar.training.imported_model import MODEL_FOLDER, adds_tokens, fill_from_hf
 from manualpar.training.load_run import prepare_saved, restore_saved, saved_config
 from manualpar.training.monitoring.run_files import PLACED_FILES
 from manualpar.training.workdir import FOLDER, check_folder, lock_workdir, open_checkpoints
@@ -149,8 +149,14 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
         if jax.process_index() == 0:
             small = tokenizer_files(source, "config.model.from_hf", [CONFIG_FILE])
             contents = {name: read_file(path) for name, path in small.items()}
-            if read_architecture(source).is_untied:
-                contents[CONFIG_FILE] = _untied(contents[CONFIG_FILE])
+            model = read_architecture(source)
+            changes: dict[str, Any] = {}
+            if model.is_untied:
+                changes["tie_word_embeddings"] = False
+            if model.fields["vocab_size"] != (size := command.config.model.vocab_size):
+                changes["vocab_size"] = size
+            if changes:
+                contents[CONFIG_FILE] = _changed(contents[CONFIG_FILE], changes)
             with writing("import_hf", model_folder):
                 _write_small_files(contents, model_folder)
     config = command.config.copy_and_resolve_references().unlock()
@@ -160,7 +166,13 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
     experiment = prepare(fill_from_hf(config.lock()))
     with open_checkpoints(experiment.config, workdir) as checkpoints:
         tuned, adapter = experiment.config.model.lora, experiment.config.model.adapter
-        loaded = load(experiment.program, source, config.seed, missing="init" if tuned else "error")
+        loaded = load(
+            experiment.program,
+            source,
+            config.seed,
+            missing="init" if tuned else "error",
+            add_tokens=adds_tokens(experiment.config),
+        )
         if adapter:
             state = load_peft(experiment.program, loaded.state, adapter)
             loaded = loaded._replace(state=state)
@@ -184,12 +196,12 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
     )
 
 
-def _untied(config: bytes) -> bytes:
-    """Returns a `config.json` that ties no head, because the folder `model` has no tensors."""
+def _changed(config: bytes, changes: Mapping[str, Any]) -> bytes:
+    """Returns a `config.json` of the imported model, which may differ from that in its files."""
     fields = parse_object(config)
-    fields["tie_word_embeddings"] = False
+    fields |= changes
     if isinstance(fields.get("text_config"), dict):
-        fields["text_config"]["tie_word_embeddings"] = False
+        fields["text_config"] |= changes
     return (json.dumps(fields, indent=2) + "\n").encode()
 
 

@@ -142,6 +142,32 @@ FIELDS: Mapping[str, Field] = {
         default=False,
         meaning="Whether lora_alpha is divided by the square root of the rank (rsLoRA).",
     ),
+    "model.lora_dropout": Field(
+        float,
+        0,
+        below=1,
+        default=0.0,
+        meaning="The share of a layer's input that its adapter does not get in training.",
+    ),
+    "model.lora_magnitudes": Field(
+        bool,
+        default=False,
+        meaning="Whether adapters also train the lengths of the columns of kernels (DoRA).",
+    ),
+    "model.lora_save": Field(
+        tuple,
+        holds_names=True,
+        default=(),
+        expected="a tuple of globs such as ('head', 'final_norm/*')",
+        meaning="Globs of the parameters that are trained as a whole and saved with the adapters "
+        "(modules_to_save of the library peft).",
+    ),
+    "model.add_tokens": Field(
+        bool,
+        default=False,
+        meaning="Whether tokens that the tokenizer has beyond the vocabulary of model.from_hf get "
+        "rows in the embedding and the head: the mean of the other rows.",
+    ),
     "model.adapter": Field(
         str,
         default="",

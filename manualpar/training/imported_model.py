@@ -14,6 +14,7 @@ import ml_collections
 from manualpar.core.program.program import Program
 from manualpar.core.program.state_arrays import Missing
 from manualpar.core.state.train_state import TrainState
+from manualpar.data import load_tokenizer
 from manualpar.errors import UsageError
 from manualpar.inspect.tables import describe_bytes
 from manualpar.models import Transformer
@@ -67,6 +68,9 @@ def fill_from_hf(
                 "config.data.tokenizer is ''; expected a tokenizer in one of them."
             )
         config.data.tokenizer = directory
+    if config.model.get("add_tokens"):
+        number = load_tokenizer(config.data.tokenizer).vocab_size
+        config.model.vocab_size = max(config.model.vocab_size, number)
     return config.lock()
 
 
@@ -80,6 +84,11 @@ def _fields_of_adapter(
         "lora": tuple(f"{glob}:{rank}" for glob, rank in found.targets),
         "lora_alpha": found.alpha,
         "lora_rank_stabilized": found.rank_stabilized,
+        "lora_dropout": found.dropout,
+        "lora_magnitudes": found.magnitudes,
+        "lora_save": found.save,
+        # The adapters may have an embedding with more tokens.
+        "vocab_size": found.model.vocab_size,
     }
 
 
@@ -108,7 +117,7 @@ def initial_state(
     if not directory:
         return program.init(key)
     try:
-        loaded = load(program, directory, key, missing=missing)
+        loaded = load(program, directory, key, missing=missing, add_tokens=adds_tokens(config))
     except ValueError as error:
         raise UsageError(f"config.model.from_hf: {error}") from error
     if adapter := config.model.get("adapter", ""):
@@ -119,5 +128,11 @@ def initial_state(
     report(
         f"read {describe_bytes(loaded.bytes_read)} of {loaded.tensors} tensors from {directory} in "
         f"{loaded.seconds:.1f} s"
+        + (f"; {loaded.new_tokens} new tokens begin as the mean" if loaded.new_tokens else "")
     )
     return loaded.state
+
+
+def adds_tokens(config: ml_collections.ConfigDict) -> bool:
+    """Returns whether a config's model may have more tokens than `config.model.from_hf`."""
+    return bool(config.model.get("add_tokens") or config.model.get("adapter"))

@@ -180,7 +180,8 @@ def load_directory(
     Args:
       directory: The directory.
       mesh: As in `load_run`.
-      adapter: A directory of the library peft with LoRA adapters of the model, see `load_peft`.
+      adapter: A directory of the library peft with LoRA adapters of the model, see `load_peft`. If
+        it has a tokenizer, that is used.
 
     Raises:
       ValueError: `Transformer` does not support the model in the directory, there is no tokenizer,
@@ -197,8 +198,13 @@ def load_directory(
     experts = dataclasses.replace(model.experts, capacity_factor=0.0, axis=expert)
     model = model.clone(experts=experts, split=Split(split))
     tokens = jax.ShapeDtypeStruct((made.size, 16), "int32")
+    adapted: Any = model
+    if adapter is not None:
+        # Nothing is trained.
+        adapted = dataclasses.replace(lora_of_peft(model, adapter), dropout=0.0)
+        model = adapted.model  # It may have more tokens.
     program = FSDP.builder(
-        model if adapter is None else lora_of_peft(model, adapter),
+        adapted,
         optax.identity(),
         mixture_of_experts_loss if experts.num_experts else language_model_loss,
         mesh=made,
@@ -208,10 +214,14 @@ def load_directory(
     if adapter is None:
         state = load_hf(program, local)
     else:
-        state = load_peft(program, load_hf(program, local, missing="init"), adapter)
+        state = load_hf(program, local, missing="init", add_tokens=True)
+        state = load_peft(program, state, adapter)
     described = str(directory) if adapter is None else f"{directory} with {adapter}"
     own = own_settings(local, model.vocab_size)
-    return Trained(program, state, load_tokenizer(str(local)), 0, None, described, own=own)
+    # Adapters with new tokens come with a tokenizer that has them.
+    has_own = adapter is not None and (adapter / "tokenizer.json").exists()
+    tokenizer = load_tokenizer(str(adapter if has_own else local))
+    return Trained(program, state, tokenizer, 0, None, described, own=own)
 
 
 def own_settings(directory: Path, vocab_size: int) -> OwnSettings:

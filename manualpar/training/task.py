@@ -46,7 +46,10 @@ from manualpar.training.config import OWN, complete_config, is_own
 # For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6
 # The fields of `config.model` that `fine_tuned` uses. The model takes the others as arguments.
-FINE_TUNING_FIELDS = ("lora", "lora_alpha", "lora_rank_stabilized", "adapter", "int8", "nf4")
+FINE_TUNING_FIELDS = (
+    *("lora", "lora_alpha", "lora_rank_stabilized", "lora_dropout", "lora_magnitudes"),
+    *("lora_save", "add_tokens", "adapter", "int8", "nf4"),
+)
 # The mesh axes of tensor, expert, context and pipeline parallelism, in this order.
 SPLIT_AXIS, EXPERT_AXIS, CONTEXT_AXIS, STAGE_AXIS = "model", "expert", "context", "stage"
 
@@ -175,7 +178,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         raise ValueError(
             f"config.data.tokenizer has {tokenizer.vocab_size} tokens and config.model.vocab_size "
             f"is {config.model.vocab_size}, expected a tokenizer with at most as many tokens, such "
-            "as the model's."
+            "as the model's; or set config.model.add_tokens, if the model is imported."
         )
     experts = {"expert_axis": EXPERT_AXIS if config.model.num_experts else ""}
     model = Transformer(
@@ -205,7 +208,9 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         return means | more
 
     # The prompt is encoded here, so that a bad prompt is refused before the training.
-    prompt = np.concatenate([[tokenizer.bos_token], tokenizer.encode(config.sample.prompt)])
+    prompt = tokenizer.encode(config.sample.prompt)
+    if prompt[:1].tolist() != [tokenizer.bos_token]:  # With `parse_special` it may have BOS.
+        prompt = np.concatenate([[tokenizer.bos_token], prompt])
 
     def sample(state: TrainState, rng: jax.Array) -> str:
         tokens = sample_tokens(
@@ -281,13 +286,28 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
     )
     tuned: Any = quantized(model, blocks, code=code) if blocks else model
     if not ranks:
+        for field in ("lora_dropout", "lora_magnitudes", "lora_save"):
+            if value := config[field]:
+                raise ValueError(
+                    f"config.model.{field} is {value!r} and config.model.lora is (), expected "
+                    "adapters such as ('*/attention/*:8',); without adapters name the parameters "
+                    "in config.optimizer.trainable."
+                )
         return tuned
     if not config.lora_alpha:
         raise ValueError(
             "config.model.lora_alpha is 0, expected a number above 0, such as twice the rank, "
             "because the output of an adapter is multiplied by lora_alpha / rank."
         )
-    return lora(tuned, ranks, alpha=config.lora_alpha, rank_stabilized=config.lora_rank_stabilized)
+    return lora(
+        tuned,
+        ranks,
+        alpha=config.lora_alpha,
+        rank_stabilized=config.lora_rank_stabilized,
+        dropout=config.lora_dropout,
+        magnitudes=config.lora_magnitudes,
+        save=config.lora_save,
+    )
 
 
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:

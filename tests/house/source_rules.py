@@ -23,6 +23,7 @@ CHAPTERS = {
     "layers.attention.triton_attention": "a kernel; its reader chooses between kernels",
     "layers.attention.unchecked": "the only module that may pass check_vma=False",
     "layers.tensor_parallel.plan_calls": "runs the calls of a plan; its reader declares plans",
+    "models.pretrained.peft_modules": "names and converts tensors; its reader opens files",
     "models.generation.cached_steps": "the steps on the devices; its reader is the host's loop",
     "planner.compiled_timeline": "the clock of TPUs; its reader has that of GPUs",
     "strategies.diloco.steps": "the only module of DiLoCo that may communicate",

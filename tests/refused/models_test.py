@@ -12,7 +12,7 @@ from flax import nnx
 
 from manualpar import Batch, lora, quantized, tensor_parallel
 from manualpar.data.tokenizer import ByteTokenizer
-from manualpar.models import Classifier, Transformer
+from manualpar.models import Attention, Classifier, Latent, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.finetuning.adapter_files import replace_adapters
 from manualpar.models.generation import Generator, generator
@@ -79,6 +79,16 @@ class Batched(nn.Module):
 def adapt(arguments):
     model, targets, *alpha = arguments
     lora(model, targets, alpha=alpha[0] if alpha else 1.0)
+
+
+LORA = {"targets": {"head": 2}, "alpha": 1}
+TINY = {"vocab_size": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "mlp_size": 8}
+TINY |= {"head_size": 6, "attention": Attention(latent=Latent(4, rotary_size=2, value_size=4))}
+
+
+def apply_trained(model):
+    variables = model.init(jax.random.key(0), BATCH.inputs)
+    return model.apply(variables, BATCH.inputs, train=True, rngs={"dropout": jax.random.key(0)})
 
 
 def quantize(arguments):
@@ -169,6 +179,29 @@ REFUSED = [
             (tensor_parallel(Somebodys(), PLAN, sequence=True, overlap="ring"), {"head": 1}),
             "overlap='ring', expected 'none'",
         ),
+    ),
+    *rows(
+        "lora",
+        lambda options: init(
+            lora(quantized(Somebodys(), {"*/up/kernel": 4}), **{**LORA, **options}), BATCH.inputs
+        ),
+        ({"dropout": 1}, "dropout is 1, expected a number from 0 to below 1"),
+        ({"save": "head"}, TypeError, "save is 'head', expected a tuple of globs"),
+        ({"save": ("norm/*",)}, "save has 'norm/.', but this glob matches no .*'layers/norm/bias'"),
+        ({"save": ("*/up/*",)}, "'layers/up/kernel' is stored in codes, which are not trained"),
+        ({"save": ("head/*",)}, "save has 'head/.', and parameter 'head/kernel' has an adapter"),
+        (
+            {"targets": {"embed/embedding": 1}, "magnitudes": True},
+            "magnitudes is True and targets name the parameter 'embed/embedding', expected layers",
+        ),
+    ),
+    *rows(
+        "lora",
+        lambda options: jax.eval_shape(
+            lambda: apply_trained(lora(Transformer(**TINY), alpha=1, dropout=0.1, **options))
+        ),
+        ({"targets": {"head": 1}}, "dropout is 0.1 and the parameter 'head' has an adapter"),
+        ({"targets": {"*/expand": 1}}, "'layers/attention/expand' has an adapter and dropout is"),
     ),
     *rows(
         "quantized",

@@ -464,6 +464,10 @@ REFUSED = [
                 "config.model.lora_alpha is 0, expected",
             ),
             (
+                {"model.lora_dropout": 0.1},
+                "config.model.lora_dropout is 0.1 and config.model.lora is (), expected adapters",
+            ),
+            (
                 {"model.int8": ("*kernel",)},
                 "config.model.int8 has '*kernel', expected a glob on param",
             ),

@@ -1,15 +1,18 @@
 """What a config says of fine-tuning reaches the program that it makes."""
 
 import sys
+import types
 
 import pytest
 
 from configs import fsdp, lora_lm
+from manualpar.data import load_tokenizer
 from manualpar.errors import MissingExtraError
 from manualpar.inspect import ledger
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task
+from tests.data.trained_tokenizer import write_tokenizer
 
 
 def _config(**model):
@@ -110,3 +113,26 @@ def test_a_note_and_a_missing_extra_name_the_field_of_the_config(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(MissingExtraError, match=r"^config\.data\.source='digits' needs scikit-"):
         make_task(fsdp.get_config())
+
+
+def test_the_prompt_of_a_sample_has_bos_once(tmp_path, monkeypatch):
+    config = complete_config(lora_lm.get_config())
+    (tmp_path / "text.txt").write_text("the river runs to the sea\n" * 2000)
+    tokenizer = write_tokenizer(tmp_path / "t.json", special=["<s>"])
+    config.data.update(
+        {"source": "text", "path": str(tmp_path / "text.txt"), "sequence_length": 16}
+    )
+    config.data.update({"tokenizer": tokenizer, "parse_special": True})
+    prompts = []
+    monkeypatch.setattr(
+        "manualpar.training.task.sample_tokens",
+        lambda apply_fn, params, prompt, **options: prompts.append(list(prompt)) or [],
+    )
+    state = types.SimpleNamespace(apply_fn=None, params=None, collections={})
+    for text in ("<s>the", "the"):
+        config.sample.update({"prompt": text, "num_tokens": 1})
+        sample = make_task(config).sample
+        assert sample is not None
+        assert sample(state, None) == text
+    assert prompts[0] == prompts[1]
+    assert prompts[0].count(load_tokenizer(tokenizer).bos_token) == 1

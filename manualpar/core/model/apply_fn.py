@@ -176,6 +176,7 @@ class CarryingApply:
     Each trace of a loss function makes a new object.
 
     Attributes:
+      interface: The model.
       module: The model's module.
       collections: The collections after the last call.
     """
@@ -190,7 +191,7 @@ class CarryingApply:
 
         `model_part` converts the loss's parameters to the parameters with which the model computes.
         """
-        self._model, self.module, self._model_part = model, model.module, model_part
+        self.interface, self.module, self._model_part = model, model.module, model_part
         self.collections = collections
 
     def __call__(
@@ -202,8 +203,8 @@ class CarryingApply:
         **kwargs: Any,
     ) -> Any:
         """Calls `model.apply`; also returns the collections that the caller names in `mutable`."""
-        if switches := SWITCHES[self._model.phase]:
-            signature = signature_of(self._model.module, method)
+        if switches := SWITCHES[self.interface.phase]:
+            signature = signature_of(self.interface.module, method)
             args, kwargs = overrule(signature, args, kwargs, switches)
         if "params" in variables:
             variables = {**variables, "params": self._model_part(variables["params"])}
@@ -211,7 +212,7 @@ class CarryingApply:
         own = {name: tree for name, tree in self.collections.items() if name != OTHER_MODELS}
         # A step replaces overwritten variables by their gradients, so a call may not change them.
         kept = [name for name in own if name not in (*variables, OVERWRITTEN)]
-        out, updates, new = self._model.apply_keeping(
+        out, updates, new = self.interface.apply_keeping(
             {**own, **variables},
             *args,
             method=method,
@@ -227,7 +228,7 @@ class CarryingApply:
     def for_other(self, name: str, model: ModelInterface) -> "CarryingApply":
         """Returns the `apply` of another model that the loss calls, in the same phase."""
         return CarryingApply(
-            dataclasses.replace(model, phase=self._model.phase),
+            dataclasses.replace(model, phase=self.interface.phase),
             self.collections.get(OTHER_MODELS, {}).get(name, {}),
             lambda params: self._model_part({name: params})[name],
         )

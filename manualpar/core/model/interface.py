@@ -10,7 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import flax.linen as nn
@@ -198,6 +198,15 @@ class ModelInterface(abc.ABC):
         which returns by name the arrays that the state stores instead, such as codes and scales.
         """
         del leaves
+        return {}
+
+    def derived(self, params: Mapping[str, Any], missing: Collection[str]) -> dict[str, Any]:
+        """Returns, by path, those of the parameters `missing` that follow from the others.
+
+        A program calls it when parameters are loaded. `params` has all global arrays by path,
+        without padding; those of `missing` are initial values.
+        """
+        del params, missing
         return {}
 
     def adapt_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,6 +124,20 @@ class LinenModel(ModelInterface):
             out = self.module.apply(variables, *args, **kwargs)
         return out if kwargs.get("mutable", False) is False else (out[0], _without_metadata(out[1]))
 
+    def drops(self, *args: Any, **kwargs: Any) -> bool:
+        """Returns whether a call of `apply` after the variables drops activations.
+
+        It does if it has a key of the stream `dropout`, and no switch that says to evaluate.
+        """
+        rngs, method = kwargs.pop("rngs", None), kwargs.pop("method", None)
+        has_key = isinstance(rngs, Mapping) and DROPOUT_STREAM in rngs
+        if self.phase == "eval" or not has_key:
+            return False
+        given = {name: value for name, value in kwargs.items() if name not in OF_APPLY}
+        bound = signature_of(self.module, method).bind(*args, **given)
+        bound.apply_defaults()
+        return not any(bound.arguments.get(name) is value for name, value in EVAL_SWITCHES.items())
+
     @contextlib.contextmanager
     def calls_on_mesh(self, *, withheld: bool = False) -> Iterator[None]:
         """Replaces fields in every module of Linen that is called while the context is open.

@@ -322,6 +322,7 @@ def state_with(
     def replace_variables(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
         made, structure = jax.tree.flatten(variables_of(state))
         values = [placed.get(leaf.name, x) for leaf, x in zip(leaves, made, strict=True)]
+        values = _with_derived(program, leaves, values, placed)
         collections = jax.tree.unflatten(structure, values)
         params = collections.pop("params")
         paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
@@ -340,6 +341,25 @@ def state_with(
             donate_argnums=0,
         )
         return make(placed, rng)
+
+
+def _with_derived(
+    program: Any, leaves: list[Leaf], values: list[Any], placed: Container[str]
+) -> list[Any]:
+    """Replaces the parameters that were not loaded and follow from those that were."""
+    own = {
+        leaf.name.partition("/")[2]: number
+        for number, leaf in enumerate(leaves)
+        if leaf.keys[0] == "params" and not leaf.is_key
+    }
+    missing = {path for path, number in own.items() if leaves[number].name not in placed}
+    params = {
+        path: unpad_leaf(values[number], leaves[number].padding) for path, number in own.items()
+    }
+    for path, x in program.model.interface.derived(params, missing).items():
+        leaf = leaves[own[path]]
+        values[own[path]] = pad_leaf(x.astype(leaf.dtype), leaf.padding)
+    return values
 
 
 def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, Any]:

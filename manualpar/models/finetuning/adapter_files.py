@@ -1,8 +1,8 @@
 """Saves adapters in a folder without the base model: a few MB instead of many GB.
 
-`adapters.safetensors` contains the adapters by their paths, in float32, which represents narrower
-dtypes exactly. `adapters.json` contains the targets with their ranks, alpha, and
-whether the adapters are rank-stabilized.
+`adapters.safetensors` contains the adapters by their paths, and the parameters that `lora` saves
+with them, in float32, which represents narrower dtypes exactly. `adapters.json` contains the
+targets with their ranks, alpha, and whether the adapters are rank-stabilized.
 
 Invariants: a folder gets its final name only when it is complete, see
 `manualpar.system.storage.drafts`. The adapters in the file are not sharded, so that programs on any
@@ -35,7 +35,17 @@ from manualpar.core.program.state_arrays import (
 from manualpar.core.state.train_state import TrainState
 from manualpar.core.summary import show_array
 from manualpar.errors import list_some, printable, require
-from manualpar.models.finetuning.lora import DOWN, UP, LoRAInterface, adapted_path, is_adapter
+from manualpar.models.finetuning.lora import (
+    DOWN,
+    MAGNITUDE,
+    UP,
+    LoRAInterface,
+    LowRankModel,
+    adapted_path,
+    is_adapter,
+    lengths,
+    stacked_product,
+)
 from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
 from manualpar.system.storage.untrusted import (
     model_file,
@@ -95,8 +105,8 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
 
     Args:
       program: A program of a model with the same targets, ranks, alpha and `rank_stabilized`.
-      state: The program's state; not donated. Only its adapters are replaced: the base parameters
-        and the optimizer's state stay the same.
+      state: The program's state; not donated. Only its adapters, and what is saved with them, are
+        replaced: the other parameters and the optimizer's state stay the same.
       directory: The folder that `save_adapters` has written.
 
     Returns:
@@ -117,7 +127,7 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     check_state("load_adapters", program.abstract_state, state)
     source = local_path(directory, "load_adapters: directory")
     leaves = variable_leaves(program)
-    adapters = {parameter_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
+    adapters = {parameter_path(leaf): leaf for leaf in leaves if is_saved(model, leaf)}
     try:
         description = read_model_object(source / DESCRIPTION_FILE, source)
         arrays = model_file(source / ARRAYS_FILE, source)
@@ -172,14 +182,17 @@ def new_folder(name: str, directory: GivenPath) -> Path:
 def read_adapters(name: str, program: Program, state: TrainState) -> dict[str, np.ndarray]:
     """Returns the complete adapters of a state by their paths, in float32, in every process.
 
+    The parameters that are saved with adapters are among them.
+
     Communication:
-      With several processes an all-gather for each adapter; with one process none.
+      With several processes an all-gather for each array; with one process none.
     """
+    model = lora_interface(name, program).low_rank
     arrays = zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True)
     return {
         parameter_path(leaf): read_unpadded(name, leaf, x).astype(np.float32)
         for leaf, x in arrays
-        if is_adapter(leaf.name)
+        if is_saved(model, leaf)
     }
 
 
@@ -204,7 +217,7 @@ def write_folder(name: str, target: Path, make_files: Callable[[], Mapping[str, 
 def replace_adapters(
     name: str, program: Program, state: TrainState, values: Mapping[str, np.ndarray]
 ) -> TrainState:
-    """Returns a state with other adapters, given by their paths.
+    """Returns a state with other values of some parameters, given by their paths.
 
     Communication:
       None. Each device receives its shard.
@@ -218,9 +231,14 @@ def replace_adapters(
         )
     arrays, structure = jax.tree.flatten(variables_of(state))
     for number, leaf in enumerate(variable_leaves(program)):
-        if is_adapter(leaf.name):
-            arrays[number] = place_leaf(name, leaf, values[parameter_path(leaf)])
+        if leaf.keys[0] == "params" and (path := parameter_path(leaf)) in values:
+            arrays[number] = place_leaf(name, leaf, values[path])
     return state.replace(params=jax.tree.unflatten(structure, arrays)["params"])
+
+
+def is_saved(model: LowRankModel, leaf: Leaf) -> bool:
+    """Returns whether an array of a program is saved with the adapters."""
+    return leaf.keys[0] == "params" and model.saves(parameter_path(leaf))
 
 
 def parameter_path(leaf: Leaf) -> str:
@@ -341,13 +359,11 @@ def _merge(
         kernel_path, up_path = adapted_path(path), path.removesuffix(DOWN) + UP
         kernel, a, b = map(unpadded, (kernel_path, path, up_path))
         # All three arrays begin with the dims along which loops stack layers.
-        loops = tuple(range(a.ndim + b.ndim - 2 - kernel.ndim))
-        product = jax.lax.dot_general(
-            a.astype(jnp.float32),
-            b.astype(jnp.float32),
-            (((a.ndim - 1,), (len(loops),)), (loops, loops)),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        whole = kernel.astype(jnp.float32) + scale(a.shape[-1]) * product
+        loops = a.ndim + b.ndim - 2 - kernel.ndim
+        factor = scale(a.shape[-1])
+        whole = kernel.astype(jnp.float32) + factor * stacked_product(a, b, loops)
+        if (name := path.removesuffix(DOWN) + MAGNITUDE) in variables:
+            ratio = unpadded(name) / lengths(kernel, a, b, factor, loops=loops)
+            whole *= jnp.expand_dims(ratio, range(loops, a.ndim - 1))
         merged[kernel_path] = pad_leaf(whole.astype(kernel.dtype), paddings[kernel_path])
     return merged

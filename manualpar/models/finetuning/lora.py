@@ -11,18 +11,21 @@ are no layer's kernel, such as an embedding, get adapters too, see `adapted_para
 adapters are trained and all other parameters are frozen; `trainable=` of the program's builder can
 change this. An interceptor of Linen's method calls (`nn.intercept_methods`) makes the adapters when
 the model is initialized, and adds their products when the model is applied. So the model's code
-need not change, and loops over layers stack adapters in the same way as kernels.
+need not change, and loops over layers stack adapters in the same way as kernels. With
+`magnitudes=True` a layer gets a third parameter, see `add_low_rank`.
 
 Invariants: all other parameters have the same paths and the same initial bits as without adapters.
 Initially an adapter's product is zero, so the model's results are the same as without adapters.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import flax.linen as nn
@@ -34,9 +37,11 @@ from flax.core.scope import LazyRng
 from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.mesh.axes import axis_tuple, is_axis_bound
+from manualpar.core.mesh.splitting import fold_rng_over_axis
 from manualpar.core.model.interface import ModelInterface, interface_of, register_interface
 from manualpar.core.model.linen_model import LinenModel
+from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.parameters.placement import Declared, MatrixDims
 from manualpar.core.parameters.sharded_parameter import ArrayBox, is_box
 from manualpar.layers import SplitDense, TensorParallel, leave
@@ -47,6 +52,7 @@ from manualpar.models.finetuning.quantized import (
     EncodedParameter,
     QuantizedModel,
     WrappingInterface,
+    decode,
     plain_shape,
 )
 from manualpar.models.transformer_layer import Compress, Expand
@@ -68,8 +74,17 @@ from manualpar.models.transformer_layer import Compress, Expand
 # The kernel that expands the latents of attention multiplies latents or queries, see
 # `manualpar.models.transformer_layer`. So the product `a b` is added to this kernel itself.
 #
-# Invariants: an adapter computes in the dtype of its layer. A layer that cannot have an adapter is
-# refused, and the message gives the reason.
+# In training a share of the entries of `x` may be dropped before `a`. Features that are split over
+# devices are dropped independently; devices with the same features drop the same entries.
+#
+# DoRA (Liu et al., https://arxiv.org/abs/2402.09353) scales the columns of `W + (alpha / r) a b` to
+# trained lengths `m`. As in the library peft, the `length` that a column has before is a constant
+# for the gradient, and the layer computes `x W + (m / length - 1) x W + (m / length) (alpha / r) (x
+# a) b`, where entries of `x` are dropped in the second and the third product. The lengths need the
+# sum `W + (alpha / r) a b` in each forward pass, but not its gradient.
+#
+# Invariants: an adapter computes in the dtype of its layer, and lengths in float32. A layer that
+# cannot have an adapter is refused, and the message gives the reason.
 #
 # Symbols: `r` the rank of an adapter.
 
@@ -110,8 +125,32 @@ def input_dims(module: nn.Module) -> int:
     raise ValueError(f"is a {type(module).__name__}, expected one of {ADAPTED_LAYERS}")
 
 
+class Magnitude(NamedTuple):
+    """What a layer with magnitudes (DoRA) needs besides its adapter.
+
+    Attributes:
+      value: The trained lengths, of the shape of the kernel's output dims.
+      kernel: The kernel, or this device's shard of it.
+      bias: The bias that is in the layer's result; `None` if there is none.
+      axes: The mesh axes that split the kernel's input dims.
+    """
+
+    value: jax.Array
+    kernel: jax.Array
+    bias: jax.Array | None
+    axes: tuple[str, ...]
+
+
 def add_low_rank(
-    module: nn.Module, x: Any, y: Any, a: jax.Array, b: jax.Array, scale: float
+    module: nn.Module,
+    x: Any,
+    y: Any,
+    a: jax.Array,
+    b: jax.Array,
+    scale: float,
+    *,
+    dropped: Any = None,
+    magnitude: Magnitude | None = None,
 ) -> Any:
     """Adds the product of a layer's adapter to the layer's result `y`.
 
@@ -121,37 +160,105 @@ def add_low_rank(
       a: `[..., r]`; the first dims are the kernel's input dims, or this device's shard of them.
       b: `[r, ...]`; the last dims are the kernel's output dims, or this device's shard of them.
       scale: The factor by which the product is multiplied, `alpha / r`.
+      dropped: The input in which entries have been dropped; `None` if none have been.
+      magnitude: The lengths of the columns, for DoRA.
 
     Returns:
       The sum: an array, or `Chunks` if `y` is `Chunks`.
 
     Communication:
       None if the layer is column-parallel. In a row-parallel layer, `leave` or `matmul_scatter` of
-      the product `x a`, which has only `r` features.
+      the product `x a`, which has only `r` features; with a magnitude also `leave` of the squared
+      lengths, and with dropped entries that of a second product with the kernel.
     """
-    kind, inputs = _kind_of(module), a.ndim - 1
-    if kind is Expand:
-        x = ()
-    parts, structure = jax.tree.flatten(x)
-    dtype = module.config.dtype if kind in (Compress, Expand) else module.dtype
-    *parts, a, b = promote_dtype(*parts, a, b, dtype=dtype)
-    x = jax.tree.unflatten(structure, parts)
-    if kind is SplitDense:
-        low = _split_product(module, x, a, y)
-    elif kind is Expand:
-        low = a
-    elif kind is nn.Einsum:
-        terms = _einsum_terms(module)
-        dims = [terms[0].index(name) - len(terms[0]) for name in terms[1][:inputs]]
-        low = _contract(x, a, dims)
+    kind = _kind_of(module)
+    given = () if kind is Expand else x if dropped is None else dropped
+    dtype: Any = module.config.dtype if kind in (Compress, Expand) else module.dtype
+    dtype = promote_dtype(*jax.tree.leaves(given), a, b, dtype=dtype)[0].dtype
+
+    def cast(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+    low = gather_matmul(_product(module, cast(given), cast(a), y), cast(b))
+    if magnitude is None:
+        return jax.tree.map(lambda y, more: y + scale * more.astype(y.dtype), y, low)
+    kernel, wide = magnitude.kernel, jnp.float32
+    constants = [jax.lax.stop_gradient(x) for x in (kernel, a, b)]
+    length = lengths(constants[0], constants[1], constants[2], scale, axes=magnitude.axes)
+    ratio = _like_last(magnitude.value.astype(wide) / length, jax.tree.leaves(y)[0])
+    if dropped is not None:
+        base = _product(module, cast(dropped), cast(kernel), y)
+    elif (bias := magnitude.bias) is None:
+        base = y
     else:
-        axis = _tuple(module.axis) if kind is nn.DenseGeneral else (-1,)
-        low = _contract(x, a, axis)
-    return jax.tree.map(lambda y, more: y + scale * more.astype(y.dtype), y, gather_matmul(low, b))
+        base = jax.tree.map(lambda y: y - _like_last(bias, y).astype(y.dtype), y)
+
+    def combine(y: jax.Array, base: jax.Array, low: jax.Array) -> jax.Array:
+        more = (ratio - 1) * base.astype(wide) + ratio * scale * low.astype(wide)
+        return y + more.astype(y.dtype)
+
+    return jax.tree.map(combine, y, base, low)
+
+
+def lengths(
+    kernel: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    scale: float,
+    *,
+    axes: tuple[str, ...] = (),
+    loops: int = 0,
+) -> jax.Array:
+    """Returns the lengths of the columns of `kernel + scale * a b`, in float32; 1 in place of 0.
+
+    The first `loops` dims of the three arrays are those along which loops stack layers.
+
+    Communication:
+      `leave` of the squared lengths over `axes`, the mesh axes that split the kernel's input dims.
+    """
+    total = kernel.astype(jnp.float32) + scale * stacked_product(a, b, loops)
+    squares = jnp.square(total).sum(tuple(range(loops, a.ndim - 1)))
+    squares = leave(squares, axes) if axes else squares
+    return jnp.sqrt(jnp.where(squares == 0, 1, squares))
+
+
+def stacked_product(a: jax.Array, b: jax.Array, loops: int) -> jax.Array:
+    """Multiplies the adapters of stacked layers, in float32: `[loops..., in..., out...]`."""
+    dims = tuple(range(loops))
+    return jax.lax.dot_general(
+        a.astype(jnp.float32),
+        b.astype(jnp.float32),
+        (((a.ndim - 1,), (loops,)), (dims, dims)),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+
+
+def _like_last(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Adds dims in front of `x`, whose dims are the last of `y`."""
+    return x.reshape((1,) * (y.ndim - x.ndim) + x.shape)
+
+
+def _product(module: Any, x: Any, w: jax.Array, y: Any) -> Any:
+    """Multiplies a layer's input by `w`, `[..., out...]`, as the layer does by its kernel.
+
+    `w` is the kernel or `lora_a`. For `Expand`, which has no input, the result is `w`.
+    """
+    kind, inputs = _kind_of(module), input_dims(module)
+    if kind is Expand:
+        return w
+    if kind is SplitDense:
+        return _split_product(module, x, w, y)
+    if kind is nn.Einsum:
+        terms = _einsum_terms(module)
+        return _contract(x, w, [terms[0].index(name) - len(terms[0]) for name in terms[1][:inputs]])
+    return _contract(x, w, _tuple(module.axis) if kind is nn.DenseGeneral else (-1,))
 
 
 def _split_product(module: Any, x: Any, a: jax.Array, y: Any) -> Any:
-    """Computes `x a` for a `SplitDense`; sums it over devices if the layer is row-parallel."""
+    """Computes `x a` for a `SplitDense`; sums it over devices if the layer is row-parallel.
+
+    `a` may also be the layer's kernel.
+    """
     axes = tuple(axis for name in module.names[: module.contracted] for axis in axis_tuple(name))
     if not axes:
         return gather_matmul(x, a, module.contracted)
@@ -203,8 +310,10 @@ def _tuple(axis: Any) -> tuple[int, ...]:
 # Symbols: `r` the rank of an adapter.
 
 
-# The names of an adapter's two parameters: in a layer, or after the name of another parameter.
+# The names of an adapter's parameters: in a layer, or after the name of another parameter.
 DOWN, UP = "lora_a", "lora_b"
+# The name of a layer's trained lengths (DoRA).
+MAGNITUDE = "lora_magnitude"
 OF_PARAMETER = "_"
 # Names of parameters that are vectors, although loops may stack them.
 VECTORS = ("bias", "scale")
@@ -225,7 +334,7 @@ def is_adapter(path: str) -> bool:
 def adapted_path(path: str) -> str:
     """Returns the path of the parameter to which the adapter with the parameter `path` is added."""
     head, slash, name = path.rpartition("/")
-    for part in (DOWN, UP):
+    for part in (DOWN, UP, MAGNITUDE):
         if name == part:
             return f"{head}{slash}kernel"
         if name.endswith(OF_PARAMETER + part):
@@ -338,8 +447,10 @@ class AdaptedParameter(ArrayBox, eq=False, repr=False):
 # -------------------------------------------------------------------------------------------------
 
 
-# Globs of the paths of an adapter's two parameters.
+# Globs of the paths of an adapter's two matrices.
 ADAPTERS = ("*lora_a", "*lora_b")
+# The stream of keys for dropout, as in flax.
+DROPOUT = "dropout"
 
 
 def lora(
@@ -348,6 +459,9 @@ def lora(
     *,
     alpha: float,
     rank_stabilized: bool = False,
+    dropout: float = 0.0,
+    magnitudes: bool = False,
+    save: Sequence[str] = (),
 ) -> "LowRankModel":
     """Adds trainable low-rank adapters to layers of a Linen model, and freezes the model.
 
@@ -362,6 +476,13 @@ def lora(
       alpha: An adapter's product is multiplied by `alpha / rank`.
       rank_stabilized: Whether the product is multiplied by `alpha / sqrt(rank)` instead (rsLoRA,
         https://arxiv.org/abs/2312.03732).
+      dropout: The share of a layer's input that its adapter does not get in training. A call trains
+        if it has a key of the stream `dropout` and no switch, such as `train=False`, is off.
+      magnitudes: Whether each layer also gets `lora_magnitude`, to which the columns of the kernel
+        with its adapter are scaled (DoRA, https://arxiv.org/abs/2402.09353). Its initial values are
+        the lengths of the kernel's columns.
+      save: Globs on the paths of other parameters that are trained as a whole, and saved with the
+        adapters, such as `("embedding", "head", "final_norm/*")`.
 
     Returns:
       The model with adapters, from which any strategy can build a program. It has the parameters of
@@ -374,8 +495,9 @@ def lora(
         the module's path and the reason. The error is raised here or when a program is built.
 
     Communication:
-      Base parameters are gathered as without adapters. Only the gradients of adapters are reduced,
-      because base parameters have no gradients.
+      Base parameters are gathered as without adapters. Only the gradients of trained parameters
+      are reduced, because the others have no gradients. With `magnitudes` and input features that
+      are split over devices, one all-reduce of a number for each output feature.
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
@@ -408,7 +530,22 @@ def lora(
         raise TypeError(f"lora: alpha is {alpha!r}, expected a number, such as twice the rank.")
     if not (math.isfinite(alpha) and alpha > 0):
         raise ValueError(f"lora: alpha is {alpha}, expected a finite number above 0.")
-    return LowRankModel(model, tuple(targets.items()), float(alpha), bool(rank_stabilized))
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ValueError(f"lora: dropout is {dropout!r}, expected a number from 0 to below 1.")
+    if isinstance(save, str) or not all(isinstance(glob, str) for glob in save):
+        raise TypeError(
+            f"lora: save is {save!r}, expected a tuple of globs on paths of parameters, such as "
+            "('head', 'final_norm/*')."
+        )
+    return LowRankModel(
+        model,
+        tuple(targets.items()),
+        float(alpha),
+        bool(rank_stabilized),
+        float(dropout),
+        bool(magnitudes),
+        tuple(save),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,12 +557,18 @@ class LowRankModel:
       targets: The pairs of a glob on module paths and a rank.
       alpha: An adapter's product is multiplied by `alpha / rank`.
       rank_stabilized: Whether the product is multiplied by `alpha / sqrt(rank)` instead.
+      dropout: The share of the inputs that is dropped in training.
+      magnitudes: Whether adapters have magnitudes.
+      save: Globs on the paths of parameters that are trained as a whole.
     """
 
     model: Any
     targets: tuple[tuple[str, int], ...]
     alpha: float
     rank_stabilized: bool = False
+    dropout: float = 0.0
+    magnitudes: bool = False
+    save: tuple[str, ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -444,6 +587,10 @@ class LowRankModel:
     def scale(self, rank: int) -> float:
         """Returns the factor by which the product of an adapter of this rank is multiplied."""
         return self.alpha / (rank**0.5 if self.rank_stabilized else rank)
+
+    def saves(self, path: str) -> bool:
+        """Returns whether the parameter at a path is trained and saved with the adapters."""
+        return is_adapter(path) or any(fnmatch.fnmatchcase(path, glob) for glob in self.save)
 
     def rank_of(self, path: str) -> int | None:
         """Returns the rank for the module at a path; `None` if no target matches the path."""
@@ -494,7 +641,9 @@ class LoRAInterface(WrappingInterface):
     low_rank: Any = None
 
     def __repr__(self) -> str:
-        more = ", rank_stabilized=True" if self.low_rank.rank_stabilized else ""
+        names = ("rank_stabilized", "dropout", "magnitudes", "save")
+        given = {name: getattr(self.low_rank, name) for name in names}
+        more = "".join(f", {name}={value!r}" for name, value in given.items() if value)
         targets, alpha = dict(self.low_rank.targets), self.low_rank.alpha
         return f"lora({self.base!r}, {targets}, alpha={alpha}{more})"
 
@@ -508,8 +657,9 @@ class LoRAInterface(WrappingInterface):
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """The globs of the parameters that are trained by default: the adapters."""
-        return ADAPTERS
+        """The globs of the parameters that are trained by default: those that are saved."""
+        magnitudes = (f"*{MAGNITUDE}",) if self.low_rank.magnitudes else ()
+        return (*ADAPTERS, *magnitudes, *self.low_rank.save)
 
     def declared(
         self, noted: Mapping[str, Declared], params: Mapping[str, Any]
@@ -517,6 +667,8 @@ class LoRAInterface(WrappingInterface):
         """Adds the adapters to the parameters of the given model."""
         found = dict(super().declared(noted, params))
         for path in filter(is_adapter, params):
+            if path.endswith(MAGNITUDE):
+                continue
             plain = noted.get(adapted_path(path))
             if plain is None or plain.shape is None or plain.matrix is None:
                 continue
@@ -550,23 +702,179 @@ class LoRAInterface(WrappingInterface):
             if rank is not None:
                 made |= make_adapter(path, plain, rank, _key(rngs))
         making.check(shapes)
-        return variables | {"params": unflatten_dict({**params, **made}, sep="/")}
+        if self.low_rank.magnitudes and made:
+            raise ValueError(
+                f"lora: magnitudes is True and targets name the parameter "
+                f"{adapted_path(next(iter(made)))!r}, expected layers, because only the kernels of "
+                "layers have magnitudes. Name the parameter in save, or leave it out."
+            )
+        params |= made
+        params |= self._magnitudes(params) if self.low_rank.magnitudes else {}
+        self._check_saved(params, shapes)
+        return variables | {"params": unflatten_dict(params, sep="/")}
+
+    def derived(self, params: Mapping[str, Any], missing: Collection[str]) -> dict[str, Any]:
+        """Returns the magnitudes among the parameters `missing`: the lengths of the columns."""
+        found = dict(self.base.derived(params, missing))
+        if self.low_rank.magnitudes:
+            made = self._magnitudes(params)
+            found |= {path: x for path, x in made.items() if path in missing}
+        return found
+
+    def _magnitudes(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Makes the magnitudes of all adapters by path, boxed as the kernels are."""
+        made = {}
+        values = {path: x.value if is_box(x) else x for path, x in params.items()}
+        for path in (path for path in params if path.rpartition("/")[2] == DOWN):
+            module = path.removesuffix(DOWN)
+            a, b, name = values[path], values[module + UP], f"{module}kernel"
+            if name not in params:
+                stored = params[name + CODES]
+                kernel = decode(values[name + CODES], values[name + SCALES])
+            else:
+                stored, kernel = params[name], values[name]
+            loops = a.ndim + b.ndim - 2 - kernel.ndim
+            value: Any = lengths(kernel, a, b, self.low_rank.scale(b.shape[loops]), loops=loops)
+            if is_box(stored):
+                names = (*stored.names, *(None,) * (kernel.ndim - len(stored.names)))
+                names = (*names[:loops], *names[a.ndim - 1 :])
+                value = params[path].replace(value=value, names=names)
+            made[module + MAGNITUDE] = value
+        return made
+
+    def _check_saved(self, params: Mapping[str, Any], shapes: Mapping[str, PlainShape]) -> None:
+        """Refuses a glob of `save` that matches no parameter, or one that is not trained so."""
+        adapted = {adapted_path(path) for path in params if is_adapter(path)}
+        plain = sorted(path for path in shapes if not is_adapter(path))
+        for glob in self.low_rank.save:
+            found = [path for path in plain if fnmatch.fnmatchcase(path, glob)]
+            where = f"lora: save has {glob!r}"
+            if not found:
+                near = difflib.get_close_matches(glob, plain, n=3, cutoff=0.0)
+                raise ValueError(
+                    f"{where}, but this glob matches no parameter, expected a path such as "
+                    f"{', '.join(map(repr, near))}."
+                )
+            for path in found:
+                if path not in params:
+                    raise ValueError(
+                        f"{where}, and parameter {path!r} is stored in codes, which are not "
+                        "trained; expected a parameter in floats. Leave it out of quantized."
+                    )
+                if path in adapted:
+                    raise ValueError(
+                        f"{where}, and parameter {path!r} has an adapter, expected one of the two. "
+                        "Make a glob narrower."
+                    )
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the given model's `apply`, and adds the adapters' products in its layers."""
-        base = self.called(self.base)
-        variables = adapt_parameters(variables, self.low_rank.scale)
-        return base.intercepted(self._add).apply(variables, *args, **kwargs)
+        base, low_rank = self.called(self.base), self.low_rank
+        drops = bool(low_rank.dropout) and base.drops(*args, **kwargs)
+        if drops:
+            _check_dropped(variables, low_rank.dropout)
+        variables = adapt_parameters(variables, low_rank.scale)
+        add = functools.partial(self._add, drops)
+        return base.intercepted(add).apply(variables, *args, **kwargs)
 
-    def _add(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def _add(self, drops: bool, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         """Intercepts a module's call, and adds the product of its adapter to the result."""
-        module, y = context.module, next_fun(*args, **kwargs)
+        module = context.module
         if not _computes(context) or not module.has_variable("params", DOWN):
-            return y
-        a, b = (nn.unbox(module.get_variable("params", name)) for name in (DOWN, UP))
+            return next_fun(*args, **kwargs)
+        has_magnitude = module.has_variable("params", MAGNITUDE)
+        reading: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
+        with _reading(module) if has_magnitude else reading as read:
+            y = next_fun(*args, **kwargs)
+        boxes = [module.get_variable("params", name) for name in (DOWN, UP)]
+        axes = _split_axes(module, boxes[0])
+        a, b = map(nn.unbox, boxes)
+        x = next(iter([*args, *kwargs.values()]), None)
+        dropped = _drop(module, x, self.low_rank.dropout, axes) if drops else None
+        magnitude = None
+        if has_magnitude:
+            value = nn.unbox(module.get_variable("params", MAGNITUDE))
+            magnitude = Magnitude(value, read["kernel"], read.get("bias"), axes)
         scale = self.low_rank.scale(b.shape[0])
-        first = next(iter([*args, *kwargs.values()]), None)
-        return add_low_rank(module, first, y, a, b, scale)
+        return add_low_rank(module, x, y, a, b, scale, dropped=dropped, magnitude=magnitude)
+
+
+@contextlib.contextmanager
+def _reading(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yields a dict that gets the parameters that the module reads, so that none is sent twice."""
+    before, original = vars(module).get("param"), module.param
+    read: dict[str, Any] = {}
+
+    def param(name: str, *args: Any, **kwargs: Any) -> Any:
+        read[name] = original(name, *args, **kwargs)
+        return read[name]
+
+    vars(module)["param"] = param
+    try:
+        yield read
+    finally:
+        if before is None:
+            del vars(module)["param"]
+        else:
+            vars(module)["param"] = before
+
+
+def _split_axes(module: Any, box: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that split the input dims of a layer's kernel in this call.
+
+    `box` is that of `lora_a`. Its names say how a plan of `tensor_parallel` splits the kernel.
+    """
+    names: Any = ()
+    gathered: set[str] = set()
+    if _kind_of(module) is SplitDense:
+        names = module.names[: module.contracted]
+    elif is_box(box):
+        names = box.names
+        gathered = {*getattr(box, "gather_axes", ()), *getattr(box, "shard_only_axes", ())}
+    axes = (axis for name in names for axis in axis_tuple(name))
+    return tuple(axis for axis in axes if axis not in gathered and is_axis_bound(axis))
+
+
+def _drop(module: nn.Module, x: Any, rate: float, axes: tuple[str, ...]) -> Any:
+    """Drops entries of the input of an adapter; `axes` are those that split its features."""
+    if _kind_of(module) is Expand:
+        raise ValueError(
+            f"lora: module {'/'.join(module.path)!r} has an adapter and dropout is {rate}, "
+            "expected 0, because latent attention multiplies by this kernel without its input. "
+            "Make the glob narrower, or set dropout to 0."
+        )
+    if not module.has_rng(DROPOUT):
+        raise ValueError(
+            f"lora: dropout is {rate} and module {'/'.join(module.path)!r} has no key of the "
+            f"stream {DROPOUT!r}, expected one in each layer. Give loops over layers "
+            "split_rngs={'dropout': True}."
+        )
+    key = module.make_rng(DROPOUT)
+    if isinstance(module, Compress) and module.config.split.sequence_dim is not None:
+        axes = (*axes, *axis_tuple(module.config.split.axis))  # Devices have different positions.
+    if axes and varying_axes(key):
+        key = fold_rng_over_axis(key, axes)
+    parts, structure = jax.tree.flatten(x)
+    keys = [jax.random.fold_in(key, number) for number in range(len(parts))]
+    kept = [
+        jax.random.bernoulli(key, 1 - rate, x.shape) for key, x in zip(keys, parts, strict=True)
+    ]
+    return jax.tree.unflatten(
+        structure, [jnp.where(k, x / (1 - rate), 0) for k, x in zip(kept, parts, strict=True)]
+    )
+
+
+def _check_dropped(variables: Any, rate: float) -> None:
+    """Refuses dropout for adapters of parameters, which have no input; embeddings drop nothing."""
+    paths = flatten_dict(variables.get("params", {}), sep="/")
+    for path in (path for path in paths if path.endswith(OF_PARAMETER + DOWN)):
+        plain = adapted_path(path)
+        if plain.rpartition("/")[2] != "embedding":
+            raise ValueError(
+                f"lora: dropout is {rate} and the parameter {plain!r} has an adapter, expected "
+                "adapters of layers and embeddings, because only a layer's adapter has an input. "
+                "Set dropout to 0, or name the parameter in save instead."
+            )
 
 
 def _key(rngs: Any) -> jax.Array:

@@ -144,6 +144,13 @@ def _flat(apply_fn: Callable[..., Any], batch: Batch) -> Batch:
             "[B, 2, S] each: the chosen and the rejected sequence of each pair."
         )
     module: Any = getattr(apply_fn, "__self__", apply_fn)
+    interface: Any = getattr(module, "interface", module)
+    if saved := getattr(getattr(interface, "low_rank", None), "save", ()):
+        raise ValueError(
+            f"preference_loss: the model is lora(..., save={saved!r}), expected no such "
+            "parameters, because the reference is the model without adapters, and they are "
+            "trained in it. Leave save out (config.model.lora_save), or see WithReference."
+        )
     while module is not None:
         for field in ("label_smoothing", "z_loss"):
             if value := getattr(module, field, 0):

@@ -25,7 +25,7 @@ import fnmatch
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import flax.linen as nn
@@ -309,6 +309,14 @@ class WrappingInterface(ModelInterface):
     def encodings(self, leaves: Any) -> dict[str, Any]:
         """Returns the encodings of the given model."""
         return dict(self.base.encodings(leaves))
+
+    def derived(self, params: Mapping[str, Any], missing: Collection[str]) -> dict[str, Any]:
+        """Returns the parameters that follow from others in the given model."""
+        return dict(self.base.derived(params, missing))
+
+    def drops(self, *args: Any, **kwargs: Any) -> bool:
+        """Returns whether a call drops activations, as in the given model."""
+        return bool(self.called(self.base).drops(*args, **kwargs))
 
     def initial_call(
         self, batch: Any, init_args: InitArgs | None

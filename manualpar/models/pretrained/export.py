@@ -523,12 +523,14 @@ def _plan(
     dtypes: Mapping[str, str] = {}
     if source is not None:
         architecture = read_architecture(source)
-        check_same_model(model, source, architecture)
+        check_same_model(model, source, architecture, add_tokens=True)
         config = dict(text_config(read_config(source))[0])
         quantization = quantization_of(config)
         config.pop("quantization_config", None)  # Decoded tensors are written.
         config |= dict.fromkeys(config.keys() & {*MORE_LAYERS}, 0)  # They were left out.
         config |= {"tie_word_embeddings": False} if architecture.is_untied else {}
+        if model.vocab_size != architecture.fields["vocab_size"]:  # Tokens have been added.
+            config["vocab_size"] = model.vocab_size
         if architecture.wrapper:
             config["architectures"] = [FAMILIES[architecture.family].class_name]
         if has_tensors(source):

@@ -71,8 +71,12 @@ def find_sources(
     *,
     names: Mapping[str, Rule | str] | None = None,
     missing: Missing = "error",
+    add_tokens: bool = False,
 ) -> Sources:
-    """Finds the tensors of all variables of a program; reads only the files' headers."""
+    """Finds the tensors of all variables of a program; reads only the files' headers.
+
+    With `add_tokens` the program's model may have more tokens than the files.
+    """
     plain, _ = plain_leaves(program, variable_leaves(program))
     leaves = {leaf.name.partition("/")[2]: leaf for leaf in plain}
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
@@ -80,8 +84,8 @@ def find_sources(
     if names is None:
         architecture = read_architecture(directory)
         model = transformer_of(program)
-        check_same_model(model, directory, architecture)
-        vocab_size = model.vocab_size
+        check_same_model(model, directory, architecture, add_tokens=add_tokens)
+        vocab_size = architecture.fields["vocab_size"]
         pieces = pieces_of_transformer(architecture.family, shapes, skip_unknown=missing == "init")
     else:
         pieces = _pieces_by_name(names, shapes)
@@ -125,9 +129,16 @@ def transformer_of(program: Program) -> Transformer:
     return model
 
 
-def check_same_model(model: Transformer, directory: Path, architecture: Architecture) -> None:
-    """Raises a `ValueError` if a model differs from the fields that a `config.json` describes."""
+def check_same_model(
+    model: Transformer, directory: Path, architecture: Architecture, *, add_tokens: bool = False
+) -> None:
+    """Raises a `ValueError` if a model differs from the fields that a `config.json` describes.
+
+    With `add_tokens` the model may have more tokens.
+    """
     own, there = architecture_of(model), complete_fields(architecture)
+    if add_tokens and model.vocab_size > architecture.fields["vocab_size"]:
+        own["vocab_size"] = there["vocab_size"]
     lines = [
         f"{name} is {own[name]!r}, there {there[name]!r}"
         for name in sorted(own)

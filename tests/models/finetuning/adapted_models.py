@@ -1,5 +1,6 @@
 """Models that are trained in part, and plain flax for them."""
 
+import fnmatch
 import functools
 from typing import Any
 
@@ -63,7 +64,7 @@ BATCH = Batch(TOKENS, np.roll(TOKENS, -1, 1))
 
 
 def is_adapter(path: str) -> bool:
-    return path.endswith(("lora_a", "lora_b"))
+    return path.endswith(("lora_a", "lora_b", "lora_magnitude"))
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
@@ -76,6 +77,8 @@ def parameters(model: Any) -> Any:
 
     def trained(path: Any, x: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(1), len(path_name(path)))
+        if path_name(path).endswith("lora_magnitude"):
+            return x * 1.3
         is_zero = path_name(path).endswith(("lora_b", "embedding_lora_a"))
         return jax.random.normal(key, x.shape) / 4 if is_zero else x
 
@@ -84,7 +87,7 @@ def parameters(model: Any) -> Any:
 
 
 def check(model: Any, build: Any, loss_fn: Any = loss_of_logits, given: Any = None) -> Any:
-    """A step of SGD changes adapters as one on one device does, and nothing else.
+    """A step of SGD changes what is trained as one on one device does, and nothing else.
 
     On one device it is a step of `given`, another model with its parameters, if there is one.
     """
@@ -101,10 +104,11 @@ def check(model: Any, build: Any, loss_fn: Any = loss_of_logits, given: Any = No
 
     loss, grads = on_one_device(its_params)
     np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], loss, rtol=1e-5)
+    trainable = program.model.interface.trainable
     before, after, grads = by_path(params), by_path(program.whole(state)["params"]), by_path(grads)
     assert before.keys() == after.keys()
     for path, x in before.items():
-        if is_adapter(path):
+        if any(fnmatch.fnmatchcase(path, glob) for glob in trainable):
             assert np.abs(grads[path]).max() > 1e-4, path
             np.testing.assert_allclose(after[path], x - grads[path], rtol=1e-4, atol=2e-6)
         else:

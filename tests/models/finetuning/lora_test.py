@@ -1,5 +1,9 @@
 """Adapters of low rank on models that know nothing of them, against the same on one device."""
 
+import math
+from typing import Any
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +13,7 @@ import pytest
 from manualpar import (
     fsdp,
     lora,
+    make_mesh,
     merge_lora,
     tensor_parallel,
 )
@@ -28,6 +33,7 @@ from tests.models.finetuning.adapted_models import (
     by_path,
     check,
     is_adapter,
+    loss_of_logits,
     on,
     parameters,
 )
@@ -130,6 +136,100 @@ def test_a_glob_chooses_kernels_and_leaves_norms_alone():
         adapted("*/key/bias")
     with pytest.raises(ValueError, match="this glob matches no module with parameters"):
         adapted("*head*")
+
+
+class Layer(nn.Module):
+    """A layer with a switch for training."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        return nn.Dense(8, name="layer")(x)
+
+
+@pytest.mark.parametrize("magnitudes", [False, True])
+def test_dropout_drops_inputs_of_adapters_in_training_alone(magnitudes):
+    model = lora(Layer(), {"layer": 8}, alpha=8, dropout=0.25, magnitudes=magnitudes)
+    x = jax.random.normal(jax.random.key(0), (500, 8))
+    params = model.init(jax.random.key(1), x)["params"]
+    own, bias = params["layer"], jnp.arange(8.0)
+    own |= {"lora_a": jnp.eye(8), "lora_b": jnp.eye(8), "bias": bias}
+    ratio = jnp.linspace(1.0, 2.0 if magnitudes else 1.0, 8)[None]
+    if magnitudes:
+        lengths = jnp.linalg.norm(own["kernel"] + jnp.eye(8), axis=0)
+        own["lora_magnitude"] = ratio[0] * lengths
+    base = x @ own["kernel"]
+    apply = jax.jit(model.apply, static_argnames="train")
+    keyed = {"rngs": {"dropout": jax.random.key(2)}}
+    expected = base + bias[None] + (ratio - 1) * base + ratio * x
+    for call in ({}, {"train": True}, keyed, {"train": False, **keyed}):
+        np.testing.assert_allclose(apply({"params": params}, x, **call), expected, atol=1e-5)
+    # What the adapter gets is the input, of which a quarter is dropped.
+    y = apply({"params": params}, x, train=True, **keyed)
+    more = own["kernel"] * (ratio - 1) + jnp.eye(8) * ratio
+    given = (y - base - bias[None]) @ jnp.linalg.inv(more) / x
+    is_kept = np.abs(given) > 0.5
+    np.testing.assert_allclose(given, np.where(is_kept, 4 / 3, 0), atol=1e-2)
+    assert abs(is_kept.mean() - 0.75) < 0.03
+
+
+def test_devices_with_the_same_features_drop_the_same_entries(devices8):
+    fields: Any = {**OURS, "num_layers": 1}
+    targets = {"*/attention/query": 2, "*/mlp/up": 2}
+    trained = []
+    for mesh in ({"data": 1}, {"data": 1, "model": 4}):
+        split = Split("model" if "model" in mesh else None)
+        model = lora(Transformer(**fields, split=split), targets, alpha=4, dropout=0.5)
+        devices = make_mesh(mesh, jax.devices()[: math.prod(mesh.values())])
+        program = fsdp(model, optax.sgd(1.0), language_model_loss, mesh=devices, batch=BATCH)
+        state = program.init_from(parameters(model))
+        state, metrics = program.train_step(state, BATCH)
+        trained.append(by_path(program.whole(state)) | {"loss": metrics["loss"][0]})
+        last = program.eval_step(state, BATCH)["loss"]
+    for path, x in trained[0].items():
+        np.testing.assert_allclose(trained[1][path], x, rtol=1e-4, atol=1e-5, err_msg=path)
+    # No entry is dropped in evaluation.
+    whole = lora(Transformer(**fields), targets, alpha=4)
+    params = program.whole(state)["params"]
+    loss, _ = language_model_loss(params, whole.apply, BATCH, jax.random.key(0))
+    np.testing.assert_allclose(last[0] / last[1], loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [slow_unless([("fsdp",)], name) for name in ("fsdp", "auto")])
+def test_magnitudes_and_saved_parameters_take_the_step_of_one_device(name):
+    model = lora(
+        Somebodys(), SOMEBODYS, alpha=4, magnitudes=True, save=("layers/norm/*", "embed/*")
+    )
+    program = check(model, STRATEGIES[name])
+    if name == "fsdp":
+        # They are the lengths of columns at first, and merged into the kernels.
+        begun = model.init(jax.random.key(0), BATCH.inputs)
+        np.testing.assert_allclose(
+            model.apply(begun, BATCH.inputs),
+            Somebodys().apply(Somebodys().init(jax.random.key(0), BATCH.inputs), BATCH.inputs),
+            rtol=1e-5,
+            atol=1e-5,
+        )
+        state = program.init_from(parameters(model))
+        plain = on(fsdp, {"data": 8})(Somebodys(), optax.sgd(1.0), loss_of_logits, batch=BATCH)
+        merged = plain.whole(plain.init_from(merge_lora(program, state)))
+        np.testing.assert_allclose(
+            Somebodys().apply(merged, BATCH.inputs),
+            model.apply(program.whole(state), BATCH.inputs),
+            rtol=1e-5,
+            atol=1e-5,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plan", "split", "sequence", "ring", "latents, sequence"])
+def test_magnitudes_of_split_layers_take_the_step_of_one_device(name):
+    if name == "plan":
+        model: Any = lora(tensor_parallel(Somebodys(), PLAN), SOMEBODYS, alpha=4, magnitudes=True)
+        check(model, on(fsdp, D24))
+        return
+    base, build = TRANSFORMERS[name]
+    model = lora(base.clone(num_layers=2), ALL_OF_OURS, alpha=4, magnitudes=True)
+    check(model, build, language_model_loss)
 
 
 TABLES = {"*/attention/*": 2, "embedding": 2, "head": 3, "*/experts/up": 2, "*/experts/down": 2}

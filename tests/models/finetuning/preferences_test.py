@@ -206,6 +206,8 @@ def test_what_has_no_reference_or_is_no_pair_is_refused():
 
     with pytest.raises(ValueError, match="has no adapters and no reference, expected the result"):
         build(PLAIN)
+    with pytest.raises(ValueError, match=r"save=\('head',\)\), expected no such parameters"):
+        build(lora(PLAIN, {"*/attention/*": 2}, alpha=4, save=("head",)))
     with pytest.raises(ValueError, match=r"the model has z_loss=0\.1, expected 0"):
         build(WithReference(PLAIN.clone(z_loss=0.1)))
     with pytest.raises(ValueError, match=r"the model has bos_token=1, expected -1"):

@@ -24,13 +24,13 @@ from manualpar.models.pretrained import (
     lora_of_peft,
     read_architecture,
 )
-from manualpar.models.pretrained.peft_files import (
+from manualpar.models.pretrained.peft_files import read_peft_config
+from manualpar.models.pretrained.peft_modules import (
     find_family,
     find_places,
     fused_modules,
     join_fused,
     may_have_place,
-    read_peft_config,
     split_fused,
 )
 from tests.models.pretrained.transformers_models import MODELS, make_batch, saved
@@ -154,7 +154,8 @@ def test_adapters_of_peft_are_read_and_written(name, tmp_path_factory):
             r"lora_(A.weight has the shape \[1, 16\]|B.* shape .*, 1\])",
         ),
         ({"x.lora_magnitude_vector": np.ones((1, 1), np.float32)}, "magnitude_vector is left over"),
-        ({"y": np.ones(3, np.float32)}, "has y of float32 with 1 dims, expected matrices"),
+        ({"y": np.ones((3, 3, 3), np.float32)}, "has y of float32 with 3 dims, expected a matrix"),
+        ({key: tensors[key][0]}, "lora_A.weight of float32 with 1 dims, expected matrices"),
     ):
         damaged = folder / "damaged"
         damaged.mkdir(exist_ok=True)
@@ -198,12 +199,26 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"use_dora": True}, "use_dora is True, expected nothing"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], expected nothing"),
+        ({"use_dora": "yes"}, "use_dora is 'yes', expected true or false"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head', expected names of modules"),
+        *(
+            ({"lora_dropout": rate}, "lora_dropout is .*, expected a number from 0 to below 1")
+            for rate in (1, -0.1, "0", True)
+        ),
+        *(
+            ({key: value}, f"{key} is .*, expected nothing, because lora has no such option")
+            for key, value in (
+                *(("lora_bias", True), ("use_qalora", True), ("alora_invocation_tokens", [1])),
+                *(("layer_replication", [[0, 1]]), ("loftq_config", {"loftq_bits": 4})),
+            )
+        ),
         ({"bias": "all"}, "bias is 'all', expected nothing"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', expected nothing"),
         ({"target_parameters": ["mlp.gate.bias"]}, "target_parameters is .*, expected names"),
-        ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\]"),
+        *(
+            ({"trainable_token_indices": x}, r"trainable_token_indices is .*, expected tokens, or")
+            for x in ([-1], [1, 1], [True], {"a": 1}, "1")
+        ),
         ({"\x1b[2J": 1}, r"\\x1b\[2J is 1"),
         ({"alpha_pattern": {"(a+)+$": 1}}, "alpha_pattern is .*, expected names of modules"),
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA', expected 'LORA'"),
