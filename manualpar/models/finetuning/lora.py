@@ -554,7 +554,8 @@ class LoRAInterface(WrappingInterface):
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the given model's `apply`, and adds the adapters' products in its layers."""
-        base = self.called(self.base)
+        # Adapters read the inputs of layers exactly.
+        base = dataclasses.replace(self.called(self.base), gathers_float8=False)
         variables = adapt_parameters(variables, self.low_rank.scale)
         return base.intercepted(self._add).apply(variables, *args, **kwargs)
 
