@@ -14,6 +14,7 @@ from flax import nnx
 from flax.linen import fp8_ops
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, lora, make_mesh, quantized, zero
+from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.modes.variable_reduction import OVERWRITTEN
 from manualpar.core.parameters.collectives import gather_invariant
 from manualpar.core.tracing.jaxprs import all_equations
@@ -430,7 +431,7 @@ BFLOAT16 = {"dtype": "bfloat16"}
 @pytest.mark.parametrize(
     ("make", "fields", "coded"),
     [
-        (words, {"gate": True, **BFLOAT16}, 4),
+        (words, BFLOAT16, 4),
         slow(transformer, {"remat": "full", **BFLOAT16}, 12),
         slow(transformer, {}, 8),
         slow(transformer, {"scan_layers": False, **BFLOAT16}, 8),
@@ -447,7 +448,7 @@ BFLOAT16 = {"dtype": "bfloat16"}
 def test_a_gather_of_activations_as_codes_changes_no_bit(devices8, make, fields, coded):
     """What sequence parallelism gathers for products in float8, and their results' gradients.
 
-    `coded` counts the gathers. Those that another reads too, as adapters do, stay exact.
+    `coded` counts the gathers. Those that others read too, as adapters do, stay exact.
     """
     batch, model = make_tokens(), make(**fields)
     programs = [
@@ -477,7 +478,6 @@ def test_a_gather_of_activations_as_codes_changes_no_bit(devices8, make, fields,
     codes = [found.pop(name, 0) for name in ("float8_e4m3fn", "float8_e5m2")]
     assert sum(codes) == coded
     assert min(codes) > 0 or coded == 0
-    assert sum(exact.values()) == sum(found.values()) + sum(codes)
     assert found.keys() <= exact.keys()
 
 
@@ -538,8 +538,12 @@ def test_what_a_product_reads_exactly_is_not_sent_as_codes(devices8):
             pipeline=Pipeline(),
             gather_code="float8",
         )
+    mesh = make_mesh({"data": 2, "model": 4}, devices8)
+    options = {"mesh": mesh, "batch": make_tokens(), "gather_code": "float8", "min_weight_size": 1}
     with pytest.raises(ValueError, match=r"gather_dtype=None, .* cast the parameter to a narrower"):
-        build(Cast(OURS["float8"]), devices8, gather_code="float8")
+        fsdp(words(**BFLOAT16), optax.sgd(0.1), split_loss, **options)
+    with pytest.raises(ValueError, match="only one of their products is in float8, expected both"):
+        fsdp(words(gate=True), optax.sgd(0.1), split_loss, **options)
 
 
 @pytest.mark.parametrize("is_gradient", [False, True], ids=["activations", "gradients"])
@@ -550,7 +554,7 @@ def test_activations_that_are_read_exactly_are_not_gathered_as_codes(devices8, i
             x = leave(enter(x, "model"), "model", 1)
             x = enter(x, "model", 1, float8=not is_gradient)
             x = leave(nn.Dense(WIDTH)(x), "model", 1, float8=is_gradient)
-            return gather_invariant(x, 1, ("model",))
+            return gather_invariant(x, 1, ("model",)) if is_axis_bound("model") else x
 
     with pytest.raises(ValueError, match="something else than products in float8 reads them"):
         build(Split(), devices8, axes={"data": 2, "model": 4})

@@ -192,8 +192,17 @@ class PlannedCalls:
         """Calls `how` (such as `enter_ring`) on `x`; only once if several modules get `x`."""
         trace = get_opaque_trace_state(convention="flax")
         for before, how_before, trace_before, entered in self._entered:
-            if before is x and how_before is how and trace_before == trace:
+            if before is not x or trace_before != trace:
+                continue
+            if how_before is how:
                 return entered
+            if {how, how_before} == {enter, _enter_float8}:
+                raise ValueError(
+                    f"{where} has an input of shape {x.shape} that another module reads too, and "
+                    "only one of their products is in float8, expected both or none with "
+                    "gather_code='float8': with two gathers, the gradients would be summed "
+                    "otherwise. Give both dot_general=float8_dot_general, or leave the code out."
+                )
         if not self._sequence and self.axis in varying_axes(x):
             raise ValueError(
                 f"{where} has an input of shape {x.shape} that differs between devices along "
