@@ -92,10 +92,11 @@ class Layout:
 
 _EXPERTS = {"model.num_experts": 8, "model.mlp_size": 2048}
 _FLOAT8 = {"model.matmul": "float8"}
+_CODES = {**_FLOAT8, "parallel.gather_code": "float8"}
 LAYOUTS: Mapping[str, Layout] = {
     "fsdp": Layout(),
     "fsdp, float8": Layout(fields=_FLOAT8),
-    "fsdp, float8 codes": Layout(fields={**_FLOAT8, "parallel.gather_code": "float8"}),
+    "fsdp, float8 codes": Layout(fields=_CODES),
     "axis by axis": Layout(is_axis_by_axis=True),
     "dp": Layout(fields={"parallel.strategy": "dp"}),
     "zero1": Layout(fields={"parallel.strategy": "zero1"}),
@@ -109,6 +110,9 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "split over 4": Layout({SPLIT_AXIS: 4}),
     "split over 4, sequence": Layout({SPLIT_AXIS: 4}, {"parallel.sequence": True}),
+    "split over 4, sequence, float8 codes": Layout(
+        {SPLIT_AXIS: 4}, {"parallel.sequence": True, **_CODES}
+    ),
     "split over 4, dual batch": Layout({SPLIT_AXIS: 4}, {"parallel.layer_overlap": "dual_batch"}),
     "split over 4, sequence, dual batch": Layout(
         {SPLIT_AXIS: 4}, {"parallel.sequence": True, "parallel.layer_overlap": "dual_batch"}

@@ -20,12 +20,21 @@ not differentiated: the evaluation step, and the training loss without its gradi
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core.primitives import mul_p
 
 from manualpar.core.program.step import check_derivatives
-from manualpar.core.tracing.jaxprs import TYPE_CASTS, all_equations, inner_jaxprs
+from manualpar.core.tracing.jaxprs import (
+    TYPE_CASTS,
+    all_equations,
+    in_scope,
+    inner_jaxprs,
+    read_only_by,
+)
 from manualpar.core.tracing.scopes import (
+    CODES_SCOPE,
     EXAMPLES_SCOPE,
+    FLOAT8_SCOPE,
     GATHER_SCOPE,
     REGATHER,
     SCATTER_SCOPE,
@@ -48,7 +57,8 @@ def check_traced_steps(
 
     They would be wrong if some devices wait in a collective for ever, if the model constrains the
     sharding of an array inside `shard_map`, if examples are gathered in another order than the
-    batch's order, or if the model differentiates a gathered parameter.
+    batch's order, if the model differentiates a gathered parameter, or if something other than
+    products in float8 reads activations that were gathered as float8 codes.
 
     Args:
       loss: The training loss without its gradient, see `Step.loss_only`. `None` if the training
@@ -56,6 +66,7 @@ def check_traced_steps(
         checked its own loss.
     """
     for closed in (train, evaluate):
+        _check_codes(name, closed.jaxpr)
         for eqn in all_equations(closed.jaxpr):
             _check_condition(name, eqn)
             _check_constraint(name, eqn)
@@ -77,6 +88,26 @@ def gathers_parameters(train: ClosedJaxpr) -> bool:
         for eqn in all_equations(train.jaxpr)
         if _communication_axes(eqn)
     )
+
+
+def _check_codes(name: str, jaxpr: Jaxpr) -> None:
+    """Refuses activations that are gathered as float8 codes, and not read by such products alone.
+
+    The products find the codes again. Anything else would get rounded numbers.
+    """
+    is_decoded = in_scope(CODES_SCOPE)
+    if not any(map(is_decoded, all_equations(jaxpr))):
+        return
+    read = read_only_by(
+        jaxpr, in_scope(FLOAT8_SCOPE), lambda eqn: eqn.primitive is mul_p and is_decoded(eqn)
+    )
+    if others := [scope for scope, dtypes in read.items() if not dtypes]:
+        raise ValueError(
+            f"{name}: activations are gathered as float8 codes ({others[0]}), and something else "
+            "than products in float8 reads them, expected none, because only these products find "
+            "the same codes again. Call enter and leave without float8, or leave out "
+            "gather_code='float8'."
+        )
 
 
 def _check_condition(name: str, eqn: Any) -> None:

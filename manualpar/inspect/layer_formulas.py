@@ -29,6 +29,9 @@ of the scale is summed over the devices: 1 all-reduce of `D` numbers for each no
 a norm of queries or keys is summed too, because devices have different heads: 1 all-reduce of `H`
 numbers. The collectives of parameters are in `manualpar.inspect.expected_bytes`.
 
+With `float8` in `enter` and `leave`, an all-gather sends a byte for each number, and the devices
+reduce the largest magnitude before.
+
 Symbols: `B` examples of a device, `S` positions, `D` features, `K` heads of keys with `H` features,
   `E` experts with a capacity of `C` tokens each.
 """
@@ -48,6 +51,8 @@ from manualpar.core.tracing.scopes import (
     TENSOR_SCOPE,
 )
 from manualpar.inspect.communication import Collective, Kind
+from manualpar.layers.low_precision import GRADIENT8
+from manualpar.quantization.quantized_collectives import FLOAT8
 
 __all__ = [
     "BACKWARD",
@@ -130,6 +135,8 @@ def block_collectives(
     latent_norms: tuple[int, ...] = (),
     latent_kernels: tuple[int, ...] = (),
     dtype: Any = FLOAT32,
+    float8_inputs: tuple[bool, bool] = (False, False),
+    float8_outputs: int = 0,
 ) -> Iterator[Collective]:
     """Yields the collectives of a block: attention and MLP, each after a norm.
 
@@ -151,16 +158,21 @@ def block_collectives(
       latent_norms: With latent attention, the features of the norms of latents.
       latent_kernels: With latent attention, the outputs of the products that make latents.
       dtype: The dtype of the gradients of `latent_kernels`.
+      float8_inputs: Whether the first array that attention enters, and the array that the MLP
+        enters, are gathered as float8 codes.
+      float8_outputs: The number of outputs, 0 to 2, whose gradients are gathered as float8 codes.
     """
-    entered = [dataclasses.replace(x, shape=(*x.shape[:2], size)) for size in latents]
-    for array in (*(entered or [x]), *([] if shared else [x])):
-        yield from _enter(array, 1, forward=passes + recomputed)
+    entered = [dataclasses.replace(x, shape=(*x.shape[:2], size)) for size in latents] or [x]
+    is_float8 = [float8_inputs[0], *(False for _ in entered[1:]), float8_inputs[1]]
+    for array, float8 in zip([*entered, *([] if shared else [x])], is_float8, strict=False):
+        yield from _enter(array, 1, forward=passes + recomputed, float8=float8)
     for size in latent_norms * x.sequence:
         yield x.backward(CAST_SCOPE, "all_reduce", 1, (1, 1, size), FLOAT32)
     for size in latent_kernels * x.sequence:
         yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (x.shape[2], size), jnp.dtype(dtype))
     again = 2 * post_norms if parallel else 1 + post_norms
-    yield from _leave(x, 2, forward=2 * passes + recomputed * again)
+    forward = 2 * passes + recomputed * again
+    yield from _leave(x, 2, forward=forward, float8=float8_outputs)
     yield from _norm_scales(x, (pre_norms + 2 * post_norms) * norm_vectors)
     for _ in range(out_biases * x.sequence):
         yield x.backward(TENSOR_SCOPE, "all_reduce", 1, x.shape[2:], x.dtype)
@@ -334,23 +346,37 @@ def document_collectives(
     yield x.collective(CONTEXT_SCOPE, "all_gather", parts * times, (examples, positions), INT32)
 
 
-def _enter(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:
+def _enter(
+    x: LayerActivations, times: int, *, forward: int, float8: bool = False
+) -> Iterator[Collective]:
     """Yields the collectives of `times` calls of `enter`, see `manualpar.layers.boundaries`.
 
-    `forward` is the number of these calls in all forward passes.
+    `forward` is the number of these calls in all forward passes, and `float8` is as in `enter`.
     """
     if x.sequence:
-        yield x.collective(SEQUENCE_SCOPE, "all_gather", forward, x.part, x.dtype)
+        dtype = FLOAT8 if float8 else x.dtype
+        yield x.collective(SEQUENCE_SCOPE, "all_gather", forward, x.part, dtype)
+        if float8:
+            yield x.collective(SEQUENCE_SCOPE, "all_reduce", forward, (1, 1, 1), FLOAT32)
         yield x.backward(SEQUENCE_SCOPE, "reduce_scatter", times, x.shape, x.dtype)
     else:
         yield x.backward(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
 
 
-def _leave(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:
-    """Yields the collectives of `times` calls of `leave`; `forward` is as in `_enter`."""
+def _leave(
+    x: LayerActivations, times: int, *, forward: int, float8: int = 0
+) -> Iterator[Collective]:
+    """Yields the collectives of `times` calls of `leave`, `float8` of them with this argument.
+
+    `forward` is as in `_enter`.
+    """
     if x.sequence:
         yield x.collective(SEQUENCE_SCOPE, "reduce_scatter", forward, x.shape, x.dtype)
-        yield x.backward(SEQUENCE_SCOPE, "all_gather", times, x.part, x.dtype)
+        if times > float8:
+            yield x.backward(SEQUENCE_SCOPE, "all_gather", times - float8, x.part, x.dtype)
+        if float8:
+            yield x.backward(SEQUENCE_SCOPE, "all_gather", float8, x.part, GRADIENT8)
+            yield x.backward(SEQUENCE_SCOPE, "all_reduce", float8, (1, 1, 1), FLOAT32)
     else:
         yield x.collective(TENSOR_SCOPE, "all_reduce", forward, x.shape, x.dtype)
 

@@ -90,6 +90,8 @@ class Ledger(Summarized):
             "bytes sent": ", ".join(f"{float(n):,.0f} over {','.join(axes)}" for axes, n in sent)
             or "none",
         }
+        if codes := total_bytes(x for x in self.collectives if str(x.dtype).startswith("float8")):
+            lines["bytes sent"] += f", {float(codes / self.total_bytes):.0%} of them in float8"
         if self.predicted is not None:
             lines["by formula"] = f"{float(sum(self.predicted.values())):,.0f}"
         if self.compiled:

@@ -11,18 +11,33 @@ With `sequence_dim` the activations from a `leave` to the next `enter` are split
 each all-reduce and send the same bytes. Each device stores only its positions of the activations
 between layers.
 
+With `float8` these all-gathers send codes of 8 bits, with the scale of the gathered array. Products
+in float8 find the same codes again (see `manualpar.layers.low_precision`), so no bit of them
+changes; anything else would compute with rounded numbers, and building a program refuses that.
+Reduce-scatters send what they sent, because rounding changes a sum.
+
 Under `check_vma=True` the types say which arrays differ along the axis. So JAX refuses most
 mistakes, such as a forgotten sum. `enter` and `leave` refuse those mistakes that would compile.
 
 Symbols: `N` devices along the axis.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, is_axis_bound
-from manualpar.core.parameters.collectives import is_vma_checked, varying_axes
-from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, TENSOR_SCOPE
+from manualpar.core.parameters.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.core.tracing.scopes import CODES_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
+from manualpar.layers.low_precision import GRADIENT8
+from manualpar.quantization.quantized_collectives import (
+    FLOAT8,
+    Float8Gather,
+    encode_float8,
+    float8_scale,
+)
 
 
 def enter(
@@ -31,6 +46,7 @@ def enter(
     sequence_dim: int | None = None,
     *,
     scope: str = TENSOR_SCOPE,
+    float8: bool = False,
 ) -> jax.Array:
     """Makes the input of column-parallel products: on every device, the activations in full.
 
@@ -45,6 +61,8 @@ def enter(
       sequence_dim: The dimension along which `x` is split between layers; `None` if `x` is not
         split.
       scope: The named scope of the all-reduce; ledgers and profiles show it as the purpose.
+      float8: Whether the all-gather sends float8 codes. Then only products in float8 may read the
+        result, and they must compute in the dtype of `x`.
 
     Returns:
       The full input, typed as varying over `axis`.
@@ -56,7 +74,8 @@ def enter(
     Communication:
       Forward none, backward one all-reduce of the gradient: a device sends `2 (N - 1) / N` of the
       gradient's bytes. With `sequence_dim` an all-gather forward and a reduce-scatter backward: in
-      each a device sends `(N - 1) / N` of the bytes of the full input.
+      each a device sends `(N - 1) / N` of the bytes of the full input. With `float8` the all-gather
+      sends a byte for each number, after an all-reduce of the largest magnitude.
     """
     axes = bound_axes("enter", axis)
     if not axes:
@@ -81,6 +100,8 @@ def enter(
         f"is the same on all devices along {axes} by its type, expected a part of a sequence that "
         f"is split along dim {sequence_dim}. Leave sequence_dim out, or have leave scatter it",
     )
+    if float8:
+        return _enter_float8(cast_to_varying(x, axes), axes, sequence_dim % x.ndim)
     with jax.named_scope(SEQUENCE_SCOPE):
         return jax.lax.all_gather(x, axes, axis=sequence_dim, tiled=True)
 
@@ -91,6 +112,7 @@ def leave(
     sequence_dim: int | None = None,
     *,
     scope: str = TENSOR_SCOPE,
+    float8: bool = False,
 ) -> jax.Array:
     """Sums the results of a row-parallel product over devices.
 
@@ -102,6 +124,8 @@ def leave(
       sequence_dim: The dimension along which the result is split between layers; `None` if it is
         not.
       scope: The named scope of the all-reduce; ledgers and profiles show it as the purpose.
+      float8: Whether the all-gather of the gradient sends float8 codes, see `enter`. Then `x` must
+        be the result of a product in float8.
 
     Returns:
       The sum, the same on all devices along `axis`; with `sequence_dim` this device's part of the
@@ -114,7 +138,7 @@ def leave(
     Communication:
       Forward one all-reduce: a device sends `2 (N - 1) / N` of the bytes of `x`. Backward none.
       With `sequence_dim` a reduce-scatter forward and an all-gather backward: in each a device
-      sends `(N - 1) / N` of the bytes of `x`.
+      sends `(N - 1) / N` of the bytes of `x`; with `float8` the all-gather as in `enter`.
     """
     axes = bound_axes("leave", axis)
     if not axes:
@@ -137,8 +161,44 @@ def leave(
             f"leave: x of shape {x.shape} has {x.shape[sequence_dim]} entries along "
             f"sequence_dim={sequence_dim}, expected a multiple of the {size} devices along {axes}."
         )
+    if float8:
+        return _leave_float8(cast_to_varying(x, axes), axes, sequence_dim % x.ndim)
+    return _scatter(x, axes, sequence_dim % x.ndim)
+
+
+def _scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     with jax.named_scope(SEQUENCE_SCOPE):
-        return jax.lax.psum_scatter(x, axes, scatter_dimension=sequence_dim % x.ndim, tiled=True)
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+def _gather_codes(x: jax.Array, axes: tuple[str, ...], dim: int, dtype: Any) -> jax.Array:
+    """Gathers parts as codes in a float8 dtype; returns what they stand for."""
+    with jax.named_scope(SEQUENCE_SCOPE):
+        scale = float8_scale(jax.lax.pmax(Float8Gather().largest(x), axes), dtype)
+        codes = encode_float8(x, scale, dtype)
+        codes = jax.lax.all_gather(codes, axes, axis=dim, tiled=True)
+        with jax.named_scope(CODES_SCOPE):
+            return codes.astype(x.dtype) * scale.astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _enter_float8(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    return _gather_codes(x, axes, dim, FLOAT8)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _leave_float8(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    return _scatter(x, axes, dim)
+
+
+_enter_float8.defvjp(
+    lambda x, axes, dim: (_enter_float8(x, axes, dim), None),
+    lambda axes, dim, _, g: (_scatter(g, axes, dim),),
+)
+_leave_float8.defvjp(
+    lambda x, axes, dim: (_leave_float8(x, axes, dim), None),
+    lambda axes, dim, _, g: (_gather_codes(g, axes, dim, GRADIENT8),),
+)
 
 
 def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:

@@ -79,6 +79,8 @@ class SplitDense(nn.Module):
         of a group all compute the same entry; see `split`.
       matmul: The format of the product: `"float8"` or `"int8"`, see
         `manualpar.layers.float8_dot_general`; `""` for `dtype`.
+      gathers_float8: Whether the gradient of a row-parallel product in float8 is gathered as codes,
+        see `leave`. A program with `gather_code="float8"` sets it.
     """
 
     shape: tuple[int, ...]
@@ -93,6 +95,7 @@ class SplitDense(nn.Module):
     overlap: LayerOverlap = "none"
     shared: bool = False
     matmul: Matmul = ""
+    gathers_float8: bool = False
 
     @property
     def matrix_dims(self) -> dict[str, MatrixDims | None]:
@@ -139,7 +142,9 @@ class SplitDense(nn.Module):
             y: Any = matmul_scatter(x, kernel, contracted, dim, self.contracted, self.matmul)
         else:
             y = gather_matmul(x, kernel, self.contracted, self.matmul)
-            y = leave(y, contracted, self.sequence_dim) if contracted else y
+            if contracted:
+                float8 = self.gathers_float8 and self.matmul == "float8"
+                y = leave(y, contracted, self.sequence_dim, float8=float8)
         if bias is None:
             return y
         # With `sequence_dim` each device along the axis adds the bias to different positions.

@@ -27,7 +27,12 @@ from jax.typing import DTypeLike
 
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.scopes import FLOAT8_SCOPE, QUANTIZED_SCOPE
-from manualpar.quantization.quantized_collectives import FLOAT8, encode_float8, float8_scale
+from manualpar.quantization.quantized_collectives import (
+    FLOAT8,
+    encode_float8,
+    float8_scale,
+    in_float32,
+)
 
 # The formats of quantized products; `""` for products in the dtype of their factors.
 Matmul = Literal["", "float8", "int8"]
@@ -257,7 +262,8 @@ def _quantize(x: jax.Array, dims: Dims, side: int, matmul: Matmul, float8: Any) 
     (contracted, batch) = dims
     if matmul == "float8":
         over = tuple(dim for dim in range(x.ndim) if dim not in batch[side])
-        scale = float8_scale(jnp.max(jnp.abs(x), over, keepdims=True, initial=0), float8)
+        largest = in_float32(jnp.max(jnp.abs(x), over, keepdims=True, initial=0))
+        scale = float8_scale(largest, float8)
         return Codes(encode_float8(x, scale, float8), scale)
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), contracted[side], keepdims=True, initial=0)

@@ -323,6 +323,10 @@ class LowPrecision(FieldGroup):
         """Returns the format of the product `name`, such as `mlp/up`."""
         return self.matmul if any(fnmatch.fnmatchcase(name, x) for x in self.layers) else ""
 
+    def is_float8(self, *names: str) -> bool:
+        """Returns whether all products `names` are in float8."""
+        return all(self.of_product(name) == "float8" for name in names)
+
     def check(self, names: Sequence[str]) -> None:
         """Refuses a glob that matches no product of a model, whose products are `names`."""
         for glob in self.layers if self.matmul else ():
@@ -381,6 +385,20 @@ class LayerConfig:
     split: Split = Split()
     context: Context = Context()
     low_precision: LowPrecision = LowPrecision()
+
+
+def reads_float8(config: Any) -> tuple[bool, bool]:
+    """Returns whether only products in float8 read what attention and the MLP enter.
+
+    `config` is a `LayerConfig`, or a `Transformer`, whose fields have the same names. The keys and
+    values of latent attention are not among its products.
+    """
+    is_float8 = config.low_precision.is_float8
+    of_mlp = is_float8("mlp/up") and (not config.mlp.gated or is_float8("mlp/gate"))
+    if config.attention.latent.rank:
+        return is_float8("attention/query"), of_mlp
+    of_attention = is_float8("attention/query", "attention/key", "attention/value")
+    return of_attention and (of_mlp or not config.norm.shared), of_mlp
 
 
 # -------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from manualpar.inspect.layer_formulas import (
     routing_collectives,
 )
 from manualpar.layers.moe.moe import MoE, capacity_of
+from manualpar.models.layer_config import reads_float8
 from manualpar.models.transformer import (
     Transformer,
     context_on,
@@ -124,6 +125,7 @@ class MinibatchCollectives:
       copies: How many copies of a loop's body a program has.
       in_ticks: The number of layers that a stage runs in a tick of the pipeline schedule; 0 without
         stages.
+      gathers_float8: Whether activations that only products in float8 read are gathered as codes.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class MinibatchCollectives:
         documents: Literal["given", "counted", ""] = "",
         copies: int = COPIES,
         in_ticks: int = 0,
+        gathers_float8: bool = False,
     ) -> None:
         self.before: list[Collective] = []
         self.documents: list[Collective] = []
@@ -187,8 +190,12 @@ class MinibatchCollectives:
                 norms["latent_norms"] = latent.rank, *(of_queries,) * bool(of_queries)
                 norms["latent_kernels"] = of_keys, *(of_queries,) * bool(of_queries)
                 norms["dtype"] = parameter_dtype
-            self.layer += block_collectives(in_layer, **norms, **runs)
-            self.dense_layer += self.layer
+            dense, own = (
+                _float8_gathers(model, has_mlp=has_mlp) if gathers_float8 else {}
+                for has_mlp in (True, not experts.num_experts)
+            )
+            self.dense_layer += block_collectives(in_layer, **norms, **dense, **runs)
+            self.layer += block_collectives(in_layer, **norms, **own, **runs)
             if experts.num_experts:
                 counts: Any = {"num_experts": experts.num_experts, "top_k": experts.top_k}
                 counts |= {"has_shared_gate": experts.shared_is_gated, "dtype": parameter_dtype}
@@ -235,6 +242,18 @@ class MinibatchCollectives:
         self.layer, self.dense_layer = _times(halves, self.layer), _times(halves, self.dense_layer)
 
 
+def _float8_gathers(model: Transformer, *, has_mlp: bool) -> dict[str, Any]:
+    """Returns which gathers of a layer send float8 codes, as `block_collectives` takes them."""
+    if model.split.overlap == "ring":
+        return {}
+    of_attention, of_mlp = reads_float8(model)
+    of_outputs = [model.low_precision.is_float8(x) for x in ("attention/out", "mlp/down")]
+    return {
+        "float8_inputs": (of_attention, of_mlp and has_mlp),
+        "float8_outputs": sum(of_outputs[: 1 + has_mlp]),
+    }
+
+
 def slots_of_expert(model: Transformer, sizes: Mapping[str, int], positions: int) -> int:
     """Returns the number of slots that an expert has for a device's `positions` of a sequence.
 
@@ -264,6 +283,7 @@ def _in_minibatch(program: Program, model: Transformer, *, passes: int) -> Minib
         recomputed=_is_recomputed(program, model),
         lookups=1 if program.pipeline is None else 2,
         documents="given" if is_given else "counted" if model.bos_token >= 0 else "",
+        gathers_float8=program.model.interface.gathers_float8,
     )
 
 

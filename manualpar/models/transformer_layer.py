@@ -52,6 +52,7 @@ from manualpar.models.layer_config import (
     RMSNorm,
     make_product,
     marked,
+    reads_float8,
     split_dims,
 )
 from manualpar.models.rotary import rotate, scaled
@@ -70,9 +71,16 @@ Documents = jax.Array | Halves | None
 
 
 class Layer(nn.Module):
-    """Attention and an MLP or experts, each added to the residual stream."""
+    """Attention and an MLP or experts, each added to the residual stream.
+
+    Attributes:
+      config: The config of the layer.
+      gathers_float8: Whether inputs that only products in float8 read are gathered as codes, see
+        `enter`. A program with `gather_code="float8"` sets it.
+    """
 
     config: LayerConfig
+    gathers_float8: bool = False
 
     @nn.compact
     def __call__(
@@ -95,6 +103,7 @@ class Layer(nn.Module):
         config, x_BSD = self.config, _behind_barrier(x_BSD)
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
         scale, norm = config.scales.residual, config.norm
+        of_attention, of_mlp = (self.gathers_float8 and x for x in reads_float8(config))
 
         def added(x_BSD: jax.Array, y_BSD: jax.Array) -> jax.Array:
             y_BSD = y_BSD if scale == 1 else y_BSD * jnp.asarray(scale, y_BSD.dtype)
@@ -105,7 +114,7 @@ class Layer(nn.Module):
             into_BSD: Any = normalize(x_BSD, "attention_norm", config)
         else:
             attention = SelfAttention(config, name="attention")
-            into_BSD = enter_normalized(x_BSD, "attention_norm", config)
+            into_BSD = enter_normalized(x_BSD, "attention_norm", config, float8=of_attention)
         y_BSD = attention(into_BSD, angles_SH, document_BS, rows)
         if norm.post:
             y_BSD = normalize(y_BSD, "attention_post_norm", config)
@@ -115,7 +124,7 @@ class Layer(nn.Module):
             y_BSD = _experts(config)(normalize(read_BSD, "mlp_norm", config))
         else:
             if not norm.shared:
-                into_BSD = enter_normalized(read_BSD, "mlp_norm", config)
+                into_BSD = enter_normalized(read_BSD, "mlp_norm", config, float8=of_mlp)
             y_BSD = GatedMLP(config, name="mlp")(into_BSD)
         if norm.post:
             y_BSD = normalize(y_BSD, "mlp_post_norm", config)
@@ -437,8 +446,12 @@ class WideNorm(nn.Module):
         return (unit * scale_NH[None, None]).astype(config.dtype)
 
 
-def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array | Chunks:
+def enter_normalized(
+    x_BSD: jax.Array, name: str, config: LayerConfig, *, float8: bool = False
+) -> jax.Array | Chunks:
     """Applies a norm called `name`, and then `enter`, or `enter_ring` if products overlap.
+
+    `float8` is as in `enter`. A ring sends no codes: each chunk has a scale of its own.
 
     Communication:
       The communication of `normalize`, and of `enter` or `enter_ring`.
@@ -447,7 +460,7 @@ def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Ar
     how = config.split
     if how.overlap == "ring" and how.sequence_dim is not None:
         return enter_ring(y_BSD, how.axis, how.sequence_dim)
-    return enter(y_BSD, how.axis, how.sequence_dim)
+    return enter(y_BSD, how.axis, how.sequence_dim, float8=float8)
 
 
 def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
@@ -546,6 +559,7 @@ class LatentAttention(nn.Module):
     """
 
     config: LayerConfig
+    gathers_float8: bool = False  # As in `Layer`.
 
     @nn.compact
     def __call__(
@@ -567,6 +581,7 @@ class LatentAttention(nn.Module):
         )
         where = config.split.axis, config.split.sequence_dim
         scoring = how.scoring
+        float8 = self.gathers_float8 and reads_float8(config)[0]
 
         def turn(x_BSNH: jax.Array) -> jax.Array:
             """Rotates the last `P` features."""
@@ -577,9 +592,9 @@ class LatentAttention(nn.Module):
         if latent.query_rank:
             compressed = Compress(config, latent.query_rank, name="query_latent")(x_BSD)
             normed = _latent_norm("query_latent_norm", config)(compressed)
-            of_query, into = enter(normed, *where), latent.query_rank
+            of_query, into = enter(normed, *where, float8=float8), latent.query_rank
         else:
-            of_query, into = enter(x_BSD, *where), D
+            of_query, into = enter(x_BSD, *where, float8=float8), D
         query = make_product(config, (into, N, H), (None, "heads", None), name="attention/query")
         query_BSNH = turn(query(of_query))
         compressed = Compress(config, R + P, name="latent")(x_BSD)

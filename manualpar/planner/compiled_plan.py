@@ -342,7 +342,7 @@ CLOCK = 1e9  # Cycles per second: a cycle is a nanosecond.
 _ESTIMATE = re.compile(
     r'\{"end_to_end_cycles":[\d.e+-]+,"exec_time_us":([\d.e+-]+),[^{}]*"name":""\}'
 )
-_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")
+_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 _CUDNN = {
     "__cudnn$fmhaScaleBiasSoftmax": "dot_product_attention_fwd_wrapper",
     "__cudnn$fmhaSoftmax": "dot_product_attention_fwd_wrapper",

@@ -162,6 +162,10 @@ class Builder(NamedTuple):
         config.parallel.strategy = candidate.strategy
         config.parallel.mesh = ml_collections.ConfigDict(dict(candidate.mesh))
         config.parallel.gather_dtype = candidate.gather_dtype
+        if config.parallel.gather_code == "float8" and not candidate.gather_dtype:
+            # The codes must be those of numbers in the dtype of the products.
+            config.parallel.gather_dtype = config.model.get("dtype", "")
+            config.parallel.reduce_dtype = config.parallel.reduce_dtype or "float32"
         config.parallel.axis_by_axis |= MINOR_AXIS in candidate.mesh
         config.optimizer.num_minibatches = candidate.num_minibatches
         config.data.batch_size = batch_size or config.data.batch_size

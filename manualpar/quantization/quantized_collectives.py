@@ -259,7 +259,18 @@ def float8_scale(largest: jax.Array, dtype: Any) -> jax.Array:
 def encode_float8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """Rounds `x / scale` to a float8 dtype; the scale is a power of two."""
     largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32) * (1 / scale), -largest, largest).astype(dtype)
+    return jnp.clip(in_float32(x) * (1 / scale), -largest, largest).astype(dtype)
+
+
+def in_float32(x: jax.Array) -> jax.Array:
+    """Casts to float32 numbers with the digits that the dtype of `x` has.
+
+    XLA may compute `x` in float32 and leave out its rounding. Then codes would depend on which
+    operations XLA fuses.
+    """
+    kind = jnp.finfo(x.dtype)
+    wide = x.astype(jnp.float32)
+    return wide if kind.bits >= 32 else jax.lax.reduce_precision(wide, kind.nexp, kind.nmant)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -496,7 +507,7 @@ class Float8Gather:
     def largest(self, x: jax.Array, kept: tuple[int, ...] = ()) -> jax.Array | None:
         """Returns the largest magnitudes, in float32; see `GatherQuantizer`."""
         dims = tuple(dim for dim in range(x.ndim) if dim not in kept)
-        found = jnp.max(jnp.abs(x), dims, keepdims=True, initial=0).astype(jnp.float32)
+        found = in_float32(jnp.max(jnp.abs(x), dims, keepdims=True, initial=0))
         # The maximum of NaN and a number may be the number.
         return jnp.where(jnp.isfinite(found), found, jnp.inf)
 

@@ -13,18 +13,30 @@ import pytest
 from flax import nnx
 from flax.linen import fp8_ops
 
-from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, lora, make_mesh, quantized, zero
+from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.modes.variable_reduction import OVERWRITTEN
-from manualpar.core.tracing.scopes import GATHER_SCOPE
-from manualpar.inspect.communication import bytes_by_axes, trace_collectives
+from manualpar.core.parameters.collectives import gather_invariant
+from manualpar.core.tracing.jaxprs import all_equations
+from manualpar.core.tracing.scopes import GATHER_SCOPE, SEQUENCE_SCOPE
+from manualpar.inspect.communication import bytes_by_axes, summed, trace_collectives
 from manualpar.inspect.expected_bytes import parameter_collectives, step_bytes
 from manualpar.layers import (
     Column,
     Row,
+    Vocab,
+    enter,
     float8_dot_general,
     int8_dot_general,
+    leave,
     tensor_parallel,
 )
+from manualpar.models import Transformer
+from manualpar.models.flat_fields import with_fields
+from tests.layers.tensor_parallel.language import VOCAB
+from tests.layers.tensor_parallel.language import loss_fn as split_loss
+from tests.layers.tensor_parallel.language import make_batch as make_tokens
+from tests.models.finetuning.adapted_models import BATCH, by_path, is_adapter, parameters
 from tests.one_device import slow, train_program
 from tests.tiny import square_loss
 
@@ -94,6 +106,12 @@ def build(model, devices, *, builder=fsdp, axes=None, loss_fn=square_loss, rate=
     return builder(model, tx, loss_fn, mesh=mesh, batch=make_batch(), **kwargs)
 
 
+def traced_collectives(program):
+    return trace_collectives(
+        program.train_step.trace(program.abstract_state, program.abstract_batch)
+    )
+
+
 def distance(tree, other):
     """The largest distance of two arrays, in parts of the larger array."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
@@ -114,6 +132,7 @@ PRODUCTS = {
     "einsum": einsum,
 }
 STEPS, RATE = 3, 0.01
+RANK = 3
 
 
 @functools.cache
@@ -207,7 +226,7 @@ RULES = {
 }
 
 
-def quantized(kind, rule, modules="block.*|up|down"):
+def with_qwix(kind, rule, modules="block.*|up|down"):
     """The model with qwix's rule for kernels, but not for the head's."""
     qwix = pytest.importorskip("qwix", reason=INTEROP)
     provider = qwix.QtProvider([qwix.QtRule(module_path=modules, **RULES[rule])])
@@ -227,7 +246,7 @@ def step(model, devices, **options):
 def step_on_one_device(kind, device, rule=None, modules="block.*|up|down"):
     if rule is None:
         return step(NNXModel if kind == "nnx" else Model(kind), [device])
-    return step(quantized(kind, rule, modules), [device])
+    return step(with_qwix(kind, rule, modules), [device])
 
 
 PLAN = {"block_*/up": Column(), "block_*/down": Row()}
@@ -259,7 +278,7 @@ def test_qwix_finds_every_weight_that_a_rule_names(devices8, kind, builder, opti
     """
     is_split = "model" in options.get("axes", ())
     modules = ".*up" if is_split else "block.*|up|down"
-    model = quantized(kind, "weights", modules)
+    model = with_qwix(kind, "weights", modules)
     if is_split:
         model = tensor_parallel(model, PLAN)
     found = step(model, devices8, builder=builder, **options)
@@ -287,7 +306,7 @@ def test_qwix_errs_no_more_on_several_devices(devices8, kind, axes, rule):
         pairs = zip(jax.tree.leaves(params), exact, strict=True)
         return np.sqrt(sum(np.square(a - b).sum() for a, b in pairs))
 
-    model = quantized(kind, rule)
+    model = with_qwix(kind, rule)
     params = step(tensor_parallel(model, PLAN) if kind == "loop" else model, devices8, axes=axes)
     expected = error(step_on_one_device(kind, devices8[0], rule))
     assert 0.5 * expected < error(params) < (1.2 if "model" in axes else 1.1) * expected
@@ -317,7 +336,6 @@ def test_aqt_products_are_those_of_one_device(devices8, kind):
 
 
 OURS = {"float8": lambda: float8_dot_general, "int8": lambda: int8_dot_general}
-BFLOAT16 = {"gather_dtype": "bfloat16"}
 
 
 class Cast(nn.Module):
@@ -346,7 +364,7 @@ class Cast(nn.Module):
         slow("loop", fsdp, {"axes": {"data": 4, "model": 2}}),
         slow("remat", fsdp, {"num_minibatches": 3}),
         slow("scan", hsdp, {"axes": {"replica": 2, "data": 4}}),
-        slow("bfloat16", fsdp, BFLOAT16),
+        slow("bfloat16", fsdp, {"gather_dtype": "bfloat16"}),
     ],
 )
 def test_a_gather_of_float8_codes_changes_no_bit(devices8, kind, builder, options):
@@ -363,12 +381,7 @@ def test_a_gather_of_float8_codes_changes_no_bit(devices8, kind, builder, option
     (state, losses), (coded_state, coded_losses) = (train_program(x, batches) for x in programs)
     chex.assert_trees_all_equal(coded_losses, losses)
     chex.assert_trees_all_equal(coded_state.params, state.params)
-    exact, coded = (
-        parameter_collectives(
-            trace_collectives(x.train_step.trace(x.abstract_state, x.abstract_batch))
-        )
-        for x in programs
-    )
+    exact, coded = (parameter_collectives(traced_collectives(x)) for x in programs)
     of_scales = [x for x in coded if x.kind == "all_reduce" and GATHER_SCOPE in x.scope]
     assert len(of_scales) == 1  # Of all parameters, once for all minibatches.
     assert {str(x.dtype) for x in coded if x.kind == "all_gather"} >= {"float8_e4m3fn"}
@@ -376,6 +389,134 @@ def test_a_gather_of_float8_codes_changes_no_bit(devices8, kind, builder, option
     assert all(x <= closed[axes] for axes, x in bytes_by_axes(coded).items())
     assert sum(closed.values()) < sum(step_bytes(programs[0]).values())
     assert sum(x.times for x in coded) == sum(x.times for x in exact) + 1
+
+
+class Words(nn.Module):
+    """A language model; with `gate` an exact product reads the input of `up` too."""
+
+    dtype: str = "float32"
+    gate: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(VOCAB, WIDTH, name="embed")
+        float8 = {"dtype": self.dtype, "dot_general": float8_dot_general}
+        x = embed(tokens).astype(self.dtype)
+        for index in range(2):
+            y = nn.RMSNorm(dtype=self.dtype, name=f"norm_{index}")(x)
+            h = nn.Dense(2 * WIDTH, **float8, name=f"up_{index}")(y)
+            if self.gate:
+                h += nn.Dense(2 * WIDTH, dtype=self.dtype, name=f"gate_{index}")(y)
+            x += nn.Dense(WIDTH, **float8, name=f"down_{index}")(nn.gelu(h))
+        return embed.attend(x).astype(jnp.float32)
+
+
+def words(**fields):
+    plan = {"embed": Vocab(), "up_*": Column(), "down_*": Row()}
+    plan |= {"gate_*": Column()} if "gate" in fields else {}
+    return tensor_parallel(Words(**fields), plan, sequence=True)
+
+
+def transformer(**fields):
+    sizes = {"vocab_size": VOCAB, "num_layers": 2, "hidden_size": WIDTH, "mlp_size": 2 * WIDTH}
+    split = {"split_axis": "model", "sequence_parallel": True, "matmul": "float8"}
+    return with_fields(Transformer(**sizes, num_heads=4), **{**split, **fields})
+
+
+BFLOAT16 = {"dtype": "bfloat16"}
+
+
+@pytest.mark.optimized  # XLA then leaves out roundings to bfloat16.
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("make", "fields", "coded"),
+    [
+        (words, BFLOAT16, 4),
+        slow(transformer, {"remat": "full", **BFLOAT16}, 12),
+        slow(transformer, {}, 8),
+        slow(transformer, {"scan_layers": False, **BFLOAT16}, 8),
+        slow(transformer, {"remat": "dots"}, 12),
+        slow(transformer, {"overlap": "dual_batch"}, 16),
+        slow(transformer, {"overlap": "ring"}, 0),
+        slow(transformer, {"matmul_layers": ("attention/out", "mlp/*")}, 6),
+        slow(transformer, {"latent_rank": 8, "latent_rotary_size": 4, "latent_value_size": 8}, 8),
+        slow(words, {}, 4),
+        slow(lambda: lora(transformer(), {"*": 4}, alpha=4), {}, 0),
+        slow(lambda: lora(words(), {"up_*": 4, "down_*": 4}, alpha=4), {}, 0),
+    ],
+)
+def test_a_gather_of_activations_as_codes_changes_no_bit(devices8, make, fields, coded):
+    """What sequence parallelism gathers for products in float8, and their results' gradients.
+
+    `coded` counts the gathers. Those that others read too, as adapters do, stay exact.
+    """
+    batch, model = make_tokens(), make(**fields)
+    programs = [
+        fsdp(
+            model,
+            optax.sgd(0.1),
+            split_loss,
+            mesh=make_mesh({"data": 2, "model": 4}, devices8),
+            batch=batch,
+            min_weight_size=1,
+            gather_dtype=fields.get("dtype"),
+            gather_code=code,
+        )
+        for code in (None, "float8")
+    ]
+    (state, losses), (coded_state, coded_losses) = (train_program(x, [batch] * 3) for x in programs)
+    chex.assert_trees_all_equal(coded_losses, losses)
+    chex.assert_trees_all_equal(coded_state.params, state.params)
+    exact, found = (
+        summed(
+            (x.dtype.name, x.times)
+            for x in traced_collectives(program)
+            if x.kind == "all_gather" and x.purpose == SEQUENCE_SCOPE
+        )
+        for program in programs
+    )
+    codes = [found.pop(name, 0) for name in ("float8_e4m3fn", "float8_e5m2")]
+    assert sum(codes) == coded
+    assert min(codes) > 0 or coded == 0
+    assert found.keys() <= exact.keys()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("axes", [{"data": 8}, slow({"data": 2, "model": 4})])
+def test_adapters_of_a_quantized_model_stay_exact(devices8, axes):
+    """QLoRA: products of the frozen weights are in float8, and none with an adapter is.
+
+    The gradients of adapters are nearly those of one device, as with our products alone.
+    """
+
+    def step(matmul, axes, devices):
+        base = quantized(transformer(matmul=matmul), {"layers/*kernel": 8}, code="nf4")
+        model = lora(base, {"*": RANK}, alpha=RANK)
+        options = {"mesh": make_mesh(axes, devices), "batch": BATCH, "min_weight_size": 1}
+        program = fsdp(model, optax.sgd(1.0), split_loss, **options)
+        state, _ = program.train_step(program.init_from(parameters(model)), BATCH)
+        return by_path(program.whole(state)["params"]), program
+
+    def between(one, other):
+        found = [np.square(one[x] - other[x]).sum() for x in one if is_adapter(x)]
+        return np.sqrt(sum(found))
+
+    several, program = step("float8", axes, devices8)
+    (expected, _), (exact, _) = (step(x, {"data": 1}, devices8[:1]) for x in ("float8", ""))
+    own_error = between(expected, exact)
+    assert between(several, exact) < 1.1 * own_error
+    assert between(several, expected) < 0.2 * own_error
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    factors = [
+        [x.aval for x in eqn.invars]
+        for eqn in all_equations(traced.jaxpr.jaxpr)
+        if eqn.primitive.name == "dot_general"
+    ]
+    in_float8 = [x for x in factors if any("float8" in y.dtype.name for y in x)]
+    of_adapters = [x for x in factors if any(RANK in y.shape for y in x)]
+    assert len(in_float8) >= 2 * 7  # Of a scanned layer, forward and for the gradients of inputs.
+    assert len(of_adapters) >= 7 * 5
+    assert not any(x is y for x in in_float8 for y in of_adapters)
 
 
 def test_what_a_product_reads_exactly_is_not_sent_as_codes(devices8):
@@ -397,6 +538,26 @@ def test_what_a_product_reads_exactly_is_not_sent_as_codes(devices8):
             pipeline=Pipeline(),
             gather_code="float8",
         )
+    mesh = make_mesh({"data": 2, "model": 4}, devices8)
+    options = {"mesh": mesh, "batch": make_tokens(), "gather_code": "float8", "min_weight_size": 1}
+    with pytest.raises(ValueError, match=r"gather_dtype=None, .* cast the parameter to a narrower"):
+        fsdp(words(**BFLOAT16), optax.sgd(0.1), split_loss, **options)
+    with pytest.raises(ValueError, match="only one of their products is in float8, expected both"):
+        fsdp(words(gate=True), optax.sgd(0.1), split_loss, **options)
+
+
+@pytest.mark.parametrize("is_gradient", [False, True], ids=["activations", "gradients"])
+def test_activations_that_are_read_exactly_are_not_gathered_as_codes(devices8, is_gradient):
+    class Split(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = leave(enter(x, "model"), "model", 1)
+            x = enter(x, "model", 1, float8=not is_gradient)
+            x = leave(nn.Dense(WIDTH)(x), "model", 1, float8=is_gradient)
+            return gather_invariant(x, 1, ("model",)) if is_axis_bound("model") else x
+
+    with pytest.raises(ValueError, match="something else than products in float8 reads them"):
+        build(Split(), devices8, axes={"data": 2, "model": 4})
 
 
 @functools.cache

@@ -60,6 +60,7 @@ def build(
     *,
     minibatches: int = 1,
     gather_dtype: str = "",
+    gather_code: Any = None,
     keep: Any = "residuals",
     devices: Any = None,
     **fields: Any,
@@ -78,6 +79,7 @@ def build(
         batch=Batch(inputs=tokens, labels=tokens),
         num_minibatches=minibatches,
         gather_dtype=gather_dtype or None,
+        gather_code=gather_code,
     )
 
 
@@ -115,10 +117,22 @@ DENSE = EXPERTS | {"dense_layers": 1, "shared_experts_size": 16, "shared_gate": 
 CONTEXT = {"context_axis": "context", "bos_token": 1}
 ULYSSES, GATHER = ({"context_attention": how} | CONTEXT for how in ("ulysses", "gather"))
 DUAL = {"overlap": "dual_batch"}
+CODES = {"matmul": "float8", "gather_code": "float8"}
 CASES = [
     ("zero2", {"data": 2, "model": 4}, TP | GQA | DUAL, 2),
+    ("fsdp", {"data": 2, "model": 4}, SP | CODES | {"remat": "dots"}, 1),
 ]
 SLOW = [
+    *(
+        ("fsdp", {"data": 2, "model": 4}, SP | CODES | more, 2)
+        for more in (
+            DUAL | {"remat": "full", "matmul_layers": ("attention/[qkv]*", "mlp/*")},
+            LATENT | {"matmul_layers": ("attention/*",)},
+            COHERE | {"remat": "full", "scan_layers": False},
+            GQA | {"overlap": "ring"},
+        )
+    ),
+    ("fsdp", {"data": 1, "expert": 4, "model": 2}, DENSE | SP | CODES, 2),
     ("fsdp", {"data": 2, "model": 4}, GEMMA | QWEN | SP | DUAL | {"remat": "dots"}, 2),
     ("dp", {"data": 2, "model": 4}, OLMO | SP | DUAL, 2),
     ("dp", {"data": 2, "model": 4}, LATENT | SP | DUAL, 2),

@@ -1,5 +1,6 @@
 """Compiling for GPUs that are not here: plans of a recorded program, and slowly, of real ones."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,31 @@ def test_experts_without_a_capacity_send_ragged(config: ConfigDict) -> None:
     step = run_compiler(GPU, config.lock(), "h100:8")
     assert "ragged-all-to-all-start" in step.text
     assert any(x.kind == "all_to_all" for x in plan_of(step).collectives)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "model": 4}], ids=str)
+def test_products_and_gathers_of_layers_are_in_float8(
+    config: ConfigDict, mesh: dict[str, int]
+) -> None:
+    """Head and embedding are exact; their gathers may be merged with those of a layer."""
+    sizes = {"hidden_size": 512, "mlp_size": 2048, "num_heads": 8, "num_kv_heads": 8}
+    config.model.update({**sizes, "matmul": "float8", "dtype": "bfloat16", "vocab_multiple": 4})
+    config.data.sequence_length, config.data.batch_size = 512, 8
+    codes = {"gather_dtype": "bfloat16", "gather_code": "float8", "min_weight_size": 2**12}
+    config.parallel.update({**codes, "mesh": mesh, "sequence": "model" in mesh})
+    text = run_compiler(GPU, config.lock(), "h100:8").text
+    dtypes = dict(re.findall(r"%(\S+) = (\w+)\[", text))
+    products = re.findall(r' dot\(%([\w.-]+), %([\w.-]+)\).*op_name="([^"]*)"', text)
+    for left, right, scope in products:
+        is_float8 = {dtypes[x].startswith("f8") for x in (left, right)}
+        assert is_float8 == {"/layers/" in scope}, scope
+    assert sum("/layers/" in scope for *_, scope in products) >= 3 * 7
+    gathers = re.findall(r' = (.*) all-gather(?:-start)?\(.*op_name="([^"]*)"', text)
+    of_layers = [shapes for shapes, scope in gathers if "layers/" in scope]
+    sent = [x for shapes in of_layers for x in re.findall(r"\b(\w+)\[([\d,]+)\]", shapes)]
+    vocabulary = {"65", "260"}
+    exact = [x for x in sent if not x[0].startswith("f8") and x[0] != "f32"]
+    assert all(vocabulary & {*shape.split(",")} for _, shape in exact), exact
+    assert {dtype for dtype, _ in sent} >= {"f8e4m3fn", *({"f8e5m2"} if "model" in mesh else ())}

@@ -155,6 +155,8 @@ class ModelInterface(abc.ABC):
       axis_aliases: Maps axis names in the module to mesh axes.
       loop_dims: For each parameter's path, the dims over which loops run; `None` until these dims
         have been found.
+      gathers_float8: Whether layers gather activations as float8 codes where only products in
+        float8 read them. Modules with a field of this name get it.
       makes_variables_in_calls: Whether a call may add to collections, as `sow` does.
     """
 
@@ -162,6 +164,7 @@ class ModelInterface(abc.ABC):
     phase: RunPhase = "train"
     axis_aliases: AxisAliases = NO_ALIASES
     loop_dims: Mapping[str, frozenset[int]] | None = None
+    gathers_float8: bool = False
     makes_variables_in_calls: ClassVar[bool] = False
 
     @classmethod

@@ -10,6 +10,7 @@ fields are replaced:
   activations are dropped independently, see `key_like`.
 - The scales of flax's FP8 products, by scales that vary over the mesh axes of the operands, see
   `overwritten`.
+- The switch `gathers_float8` of layers, by that of the program, see `ModelInterface`.
 - Initializers, by initializers without annotations. When a model is applied, flax calls the
   initializers once more, to get the shapes. An annotated initializer (`nn.with_partitioning`) then
   returns a box. `nn.DenseGeneral`, which attention uses, calls the initializer with the flattened
@@ -189,6 +190,8 @@ class LinenModel(ModelInterface):
             value = getattr(module, name, None)
             if name in switches and isinstance(value, bool):
                 fields[name] = switches[name]
+            elif name == "gathers_float8" and isinstance(value, bool):
+                fields[name] = value or self.gathers_float8
             elif name.endswith("init") and callable(value):
                 fields[name] = _Unannotated(value)
         if isinstance(module, nn.Dropout) and args:

@@ -286,8 +286,9 @@ class ProgramOptions(TypedDict, total=False):
         optimizer updates exact ones. ZeRO's new parameters are sent unquantized. `"float8"` sends
         e4m3 codes of the parameters that only products in float8 read, see
         `manualpar.layers.float8_dot_general`, and other parameters as without a code. These
-        products find the same codes again, so no bit of a result changes. For mode `"manual"`, like
-        the next three options.
+        products find the same codes again, so no bit of a result changes. It also sends codes of
+        the activations that sequence parallelism gathers for such products. For mode `"manual"`,
+        like the next three options.
       reduce_code: The format in which gradients are sent to be summed in float32, over the axes of
         the batch: the codes of qgZ of ZeRO++, or `"bfloat16"`. The latter sends as many bytes as
         `reduce_dtype="bfloat16"`, which also rounds after every addition. `hsdp` quantizes only the

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -81,8 +80,8 @@ from manualpar.core.parameters.sharded_parameter import (
 )
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.summary import Summarized
-from manualpar.core.tracing.jaxprs import read_only_by
-from manualpar.core.tracing.scopes import FLOAT8_SCOPE, scope_names
+from manualpar.core.tracing.jaxprs import in_scope, read_only_by
+from manualpar.core.tracing.scopes import FLOAT8_SCOPE
 from manualpar.core.trees import (
     Batch,
     Collections,
@@ -512,13 +511,18 @@ class LossTracer:
         self._trace(on_device, self.params)
         return found[0]
 
-    def read_in_float8(self) -> frozenset[str]:
-        """Returns the paths of the parameters that only products in float8 read."""
-        paths = [info.path for info in jax.tree.leaves(self.infos)]
-        found: list[frozenset[str]] = []
+    def read_in_float8(self, gather_dtype: str | None) -> dict[str, bool]:
+        """Returns the parameters that only products in float8 read, by path.
 
-        def is_product(eqn: Any) -> bool:
-            return FLOAT8_SCOPE in scope_names(str(eqn.source_info.name_stack))
+        The value is whether a product gets a parameter as `gather_dtype` has it. Otherwise it casts
+        the parameter to a narrower dtype, and codes of the cast parameter are others.
+        """
+        infos = jax.tree.leaves(self.infos)
+        found: list[dict[str, bool]] = []
+
+        def is_exact(dtype: Any, read: frozenset[Any]) -> bool:
+            sent = dtype, gather_dtype or dtype
+            return all(any(jnp.promote_types(x, y) == y for x in sent) for y in read)
 
         def on_device(
             params: Params, collections: Collections, rng: jax.Array, batch: Batch
@@ -530,8 +534,9 @@ class LossTracer:
                 return call_loss(self._loss_fn, given, apply_fn, batch, rng)
 
             closed = jax.make_jaxpr(loss)(self._model_shards(params))
-            is_read = read_only_by(closed.jaxpr, is_product)
-            found.append(frozenset(itertools.compress(paths, is_read)))
+            read = read_only_by(closed.jaxpr, in_scope(FLOAT8_SCOPE))
+            pairs = [(info, read[i]) for i, info in enumerate(infos) if read[i]]
+            found.append({info.path: is_exact(info.dtype, dtypes) for info, dtypes in pairs})
 
         self._trace(on_device, self.params)
         return found[0]
@@ -953,14 +958,20 @@ def trace_model(
     infos = tracer.describe(tracer.boxed_params, loop_dims)
     if pipeline:
         infos = split_over_stages(infos, stacked, pipeline.axis)
-    of_float8 = frozenset[str]()
+    of_float8 = dict[str, bool]()
     if options["gather_code"] == "float8":
         if pipeline:
             raise ValueError(
                 f"{strategy}: gather_code='float8' with a pipeline, expected None or 'int8': the "
                 "scales are those of whole parameters, which no stage has."
             )
-        of_float8 = tracer.read_in_float8()
+        of_float8 = tracer.read_in_float8(options["gather_dtype"])
+        if narrowed := [path for path, is_exact in of_float8.items() if not is_exact]:
+            raise ValueError(
+                f"{strategy}: gather_code='float8' with gather_dtype={options['gather_dtype']!r}, "
+                f"expected the dtype in which the products of {narrowed[0]!r} compute: they cast "
+                "the parameter to a narrower dtype, and find other codes than those that were sent."
+            )
         if not of_float8:
             raise ValueError(
                 f"{strategy}: gather_code='float8' with a model that multiplies no parameter in "
@@ -1166,7 +1177,8 @@ def _interface_of(
 
     interface = with_mesh_if_needed(mode, lambda: interface_of(model), make_on_mesh)
     if isinstance(interface, ModelInterface):
-        return dataclasses.replace(interface, axis_aliases=aliases)
+        gathers_float8 = options["gather_code"] == "float8"
+        return dataclasses.replace(interface, axis_aliases=aliases, gathers_float8=gathers_float8)
     hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
     raise TypeError(
         f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "

@@ -8,6 +8,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.core.primitives import closed_call_p, custom_vjp_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from manualpar.core.tracing.scopes import scope_names
+
 CALLS = frozenset({"jit", "pjit"})
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 # The primitives that cast between the types of `check_vma`, with the names before and in jax 0.12.
@@ -74,6 +76,11 @@ def without_gradients(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=[ordinary(eqn) for eqn in jaxpr.eqns])
 
 
+def in_scope(name: str) -> Callable[[Any], bool]:
+    """Returns a function that says whether an equation is in the named scope `name`."""
+    return lambda eqn: name in scope_names(str(eqn.source_info.name_stack))
+
+
 # Operations that only move or cast the elements of their first operand.
 _MOVES = TYPE_CASTS | {
     *("broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "name", "pcast"),
@@ -81,32 +88,48 @@ _MOVES = TYPE_CASTS | {
 }
 
 
-def read_only_by(jaxpr: Jaxpr, is_reader: Callable[[Any], bool]) -> list[bool]:
-    """Finds the inputs of a program that are read, and only by equations with `is_reader(eqn)`.
+def read_only_by(
+    jaxpr: Jaxpr,
+    is_reader: Callable[[Any], bool],
+    is_origin: Callable[[Any], bool] | None = None,
+) -> dict[Any, frozenset[Any]]:
+    """Finds the values that are read, and only by equations with `is_reader(eqn)`.
 
-    The elements of an input are followed through operations that move or cast them, into calls,
-    and into the iterations of loops. A value that a loop carries, or that a program returns, counts
-    as read by something else.
+    The elements of a value are followed through operations that move or cast them, into calls, and
+    into the iterations of loops. A value that a loop carries, or that a program returns, counts as
+    read by something else.
+
+    Args:
+      is_origin: Which equations' first results are followed. By default the inputs of `jaxpr` are.
 
     Returns:
-      A bool for each input of `jaxpr`.
+      For each value the dtypes in which these equations read it; none if something else reads it
+      too. The keys are the numbers of inputs, or the named scopes of equations.
     """
-    found, others = set[int](), set[int]()
+    found, others = dict[Any, set[Any]](), set[Any]()
 
-    def walk(jaxpr: Jaxpr, origins: list[frozenset[int]]) -> list[frozenset[int]]:
+    def walk(jaxpr: Jaxpr, origins: list[frozenset[Any]]) -> list[frozenset[Any]]:
         of = {v: x for v, x in zip(jaxpr.invars, origins, strict=True) if x}
 
-        def origin(v: Any) -> frozenset[int]:
+        def origin(v: Any) -> frozenset[Any]:
             return frozenset() if isinstance(v, Literal) else of.get(v, frozenset())
 
         for eqn in jaxpr.eqns:
             operands = [origin(v) for v in eqn.invars]
-            if not any(operands):
+            inner = [x for _, x in inner_jaxprs(eqn)]
+            if is_origin and is_origin(eqn):
+                key = str(eqn.source_info.name_stack)
+                found.setdefault(key, set())
+                of[eqn.outvars[0]] = frozenset({key})
+                continue
+            if not any(operands) and not (is_origin and inner):
                 continue
             name, first = eqn.primitive.name, 0
-            inner = [x for _, x in inner_jaxprs(eqn)]
             if is_reader(eqn):
-                found.update(*operands)
+                for v, keys in zip(eqn.invars, operands, strict=True):
+                    aval: Any = v.aval
+                    for key in keys:
+                        found.setdefault(key, set()).add(aval.dtype)
                 continue
             if name in _MOVES:
                 others.update(*operands[1:])
@@ -122,6 +145,8 @@ def read_only_by(jaxpr: Jaxpr, is_reader: Callable[[Any], bool]) -> list[bool]:
                 others.update(*operands[consts : consts + carried])
             if not inner or any(len(x.invars) != len(operands) - first for x in inner):
                 others.update(*operands)
+                for x in inner:
+                    others.update(*walk(x, [frozenset() for _ in x.invars]))
                 continue
             results = [walk(x, operands[first:]) for x in inner]
             if name == "scan":
@@ -132,8 +157,11 @@ def read_only_by(jaxpr: Jaxpr, is_reader: Callable[[Any], bool]) -> list[bool]:
                     of[v] = frozenset().union(*(result[i] for result in results))
         return [origin(v) for v in jaxpr.outvars]
 
-    others.update(*walk(jaxpr, [frozenset({i}) for i in range(len(jaxpr.invars))]))
-    return [i in found - others for i in range(len(jaxpr.invars))]
+    inputs = range(0 if is_origin else len(jaxpr.invars))
+    found.update((i, set()) for i in inputs)
+    of_inputs = [frozenset({i} & set(inputs)) for i in range(len(jaxpr.invars))]
+    others.update(*walk(jaxpr, of_inputs))
+    return {key: frozenset(() if key in others else x) for key, x in found.items()}
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import numpy as np
 
 __all__ = [
     "CAST_SCOPE",
+    "CODES_SCOPE",
     "COLLECTIONS_SCOPE",
     "CONTEXT_SCOPE",
     "COUNT_SCOPE",
@@ -89,6 +90,8 @@ DECODE_SCOPE = "decode_params"  # Not a collective: a weight is quantized or deq
 # Not collectives: products that quantize both of their factors. The first has one float8 scale for
 # each factor, so its factors may be sent as codes.
 FLOAT8_SCOPE, QUANTIZED_SCOPE = "float8_product", "quantized_product"
+# Not a collective: activations are decoded, which were gathered as float8 codes for such products.
+CODES_SCOPE = "decode_activations"
 
 
 def purpose_of(scope: str) -> str | None:

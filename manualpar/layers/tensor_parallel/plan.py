@@ -165,6 +165,8 @@ class TensorParallel:
       sequence: Whether activations between layers are split along the sequence.
       overlap: Whether products overlap with their communication, see `tensor_parallel`.
       verify: Whether building a program checks the operations of the model on shards.
+      gathers_float8: Whether activations that only products in float8 read are gathered as codes.
+        A program with `gather_code="float8"` sets it.
     """
 
     module: nn.Module
@@ -173,6 +175,7 @@ class TensorParallel:
     sequence: bool
     overlap: LayerOverlap
     verify: bool
+    gathers_float8: bool = False
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the `init` of `module`."""
@@ -192,6 +195,7 @@ class TensorParallel:
     def calls(self) -> PlannedCalls:
         """Makes the interceptor (see `nn.intercept_methods`) for one application on shards."""
         options: Any = {"sequence": self.sequence, "overlap": self.overlap}
+        options["gathers_float8"] = self.gathers_float8
         return PlannedCalls(self.style_of, self.axis, **options)
 
     def style_of(self, path: str) -> Style | None:
@@ -257,7 +261,8 @@ class TensorParallelInterface(LinenModel):
         if self.is_checked and is_axis_bound(planned.axis):
             calls = dataclasses.replace(planned, overlap="none").calls()
             check_on_shards(super().apply, planned.style_of, calls, variables, *args, **kwargs)
-        return self.planned.call(super().apply, variables, *args, **kwargs)
+        planned = dataclasses.replace(planned, gathers_float8=self.gathers_float8)
+        return planned.call(super().apply, variables, *args, **kwargs)
 
 
 def _split_params(planned: TensorParallel, params: Any) -> Any:

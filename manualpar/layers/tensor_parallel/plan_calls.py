@@ -8,6 +8,7 @@ calls `enter` on the inputs of a `Column`, and `leave` on the result of a `Row`.
 import contextlib
 import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -22,6 +23,7 @@ from manualpar.core.model.linen_model import replace_fields
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.layers.boundaries import enter, has_lost_types, leave
+from manualpar.layers.low_precision import float8_dot_general
 from manualpar.layers.ring import (
     LayerOverlap,
     enter_ring,
@@ -32,6 +34,7 @@ from manualpar.layers.ring import (
 from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Row, Style, Vocab
 from manualpar.layers.vocabulary import split_lookup
 
+_enter_float8 = functools.partial(enter, float8=True)
 # The style of the module at a path; `None` if the plan does not name it.
 StyleOf = Callable[[str], Style | None]
 
@@ -40,10 +43,17 @@ class PlannedCalls:
     """Intercepts the module calls in one application of a model with a plan."""
 
     def __init__(
-        self, style_of: StyleOf, axis: str, *, sequence: bool, overlap: LayerOverlap
+        self,
+        style_of: StyleOf,
+        axis: str,
+        *,
+        sequence: bool,
+        overlap: LayerOverlap,
+        gathers_float8: bool = False,
     ) -> None:
         self._style_of, self.axis = style_of, axis
         self._sequence, self._overlap = sequence, overlap
+        self._gathers_float8 = gathers_float8
         # Cache: (input, entering function, trace, entered input).
         self._entered: list[tuple[Any, Any, Any, Any]] = []
 
@@ -85,7 +95,13 @@ class PlannedCalls:
         del method
         x = [*args, *kwargs.values()][0]
         if not self._overlaps(module, x):
-            return next_fun(*self._enter_all(where, args), **self._enter_all(where, kwargs))
+            how = _enter_float8 if self._is_float8(module, x) else enter
+
+            def entered(x: Any) -> Any:
+                return self._enter(where, x, how) if _is_activation(x) else x
+
+            args, kwargs = jax.tree.map(entered, (args, kwargs))
+            return next_fun(*args, **kwargs)
 
         def dot_general(x: Any, kernel: Any, dims: Any, **_: Any) -> Any:
             parts = jax.tree.map(lambda part: part.astype(x.dtype), chunks)
@@ -116,7 +132,8 @@ class PlannedCalls:
             with replace_fields(module, {"dot_general": dot_general}):
                 y = next_fun(x)
         else:
-            y = self._leave(next_fun(*args, **kwargs))
+            y = next_fun(*args, **kwargs)
+            y = leave(y, self.axis, self._sequence_dim(y), float8=self._is_float8(module, y))
         if not module.has_variable("params", "bias"):
             return y
         bias = nn.unbox(module.get_variable("params", "bias"))
@@ -147,9 +164,6 @@ class PlannedCalls:
         table = cast(jax.Array, tables[0])
         return split_lookup(table, tokens, self.axis, tokens.ndim - 1 if self._sequence else None)
 
-    def _enter_all(self, where: str, tree: Any) -> Any:
-        return jax.tree.map(lambda x: self._enter(where, x) if _is_activation(x) else x, tree)
-
     def _overlaps(self, module: nn.Module, x: Any) -> bool:
         """Returns whether a module's product overlaps with its communication.
 
@@ -163,12 +177,32 @@ class PlannedCalls:
         is_last = [dim % x.ndim for dim in dims] == list(range(x.ndim - len(dims), x.ndim))
         return is_last and overrides == (None,) * 3 and not getattr(module, "batch_dims", ())
 
-    def _enter(self, where: str, x: jax.Array, how: Callable[..., Any] = enter) -> Any:
-        """Calls `how` (`enter` or `enter_ring`) on `x`; only once if several modules get `x`."""
+    def _is_float8(self, module: nn.Module, x: Any) -> bool:
+        """Returns whether float8 codes may be gathered, because only a product in float8 reads `x`.
+
+        A product that casts `x` to a narrower dtype would find other codes.
+        """
+        if not self._gathers_float8 or not isinstance(module, nn.Dense | nn.DenseGeneral):
+            return False
+        dtype = module.dtype or x.dtype
+        is_float8 = module.dot_general is float8_dot_general and module.dot_general_cls is None
+        return is_float8 and jnp.promote_types(x.dtype, dtype) == dtype
+
+    def _enter(self, where: str, x: jax.Array, how: Callable[..., Any]) -> Any:
+        """Calls `how` (such as `enter_ring`) on `x`; only once if several modules get `x`."""
         trace = get_opaque_trace_state(convention="flax")
         for before, how_before, trace_before, entered in self._entered:
-            if before is x and how_before is how and trace_before == trace:
+            if before is not x or trace_before != trace:
+                continue
+            if how_before is how:
                 return entered
+            if {how, how_before} == {enter, _enter_float8}:
+                raise ValueError(
+                    f"{where} has an input of shape {x.shape} that another module reads too, and "
+                    "only one of their products is in float8, expected both or none with "
+                    "gather_code='float8': with two gathers, the gradients would be summed "
+                    "otherwise. Give both dot_general=float8_dot_general, or leave the code out."
+                )
         if not self._sequence and self.axis in varying_axes(x):
             raise ValueError(
                 f"{where} has an input of shape {x.shape} that differs between devices along "
@@ -185,9 +219,6 @@ class PlannedCalls:
         entered = how(x, self.axis, self._sequence_dim(x))
         self._entered.append((x, how, trace, entered))
         return entered
-
-    def _leave(self, x: jax.Array) -> jax.Array:
-        return leave(x, self.axis, self._sequence_dim(x))
 
     def _is_whole(self, x: jax.Array) -> bool:
         return self.axis not in varying_axes(x) and not has_lost_types(x, (self.axis,))

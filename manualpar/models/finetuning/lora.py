@@ -769,7 +769,9 @@ class LoRAInterface(WrappingInterface):
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the given model's `apply`, and adds the adapters' products in its layers."""
-        base, low_rank = self.called(self.base), self.low_rank
+        low_rank = self.low_rank
+        # Adapters read the inputs of layers exactly.
+        base = dataclasses.replace(self.called(self.base), gathers_float8=False)
         drops = bool(low_rank.dropout) and base.drops(*args, **kwargs)
         if drops:
             _check_dropped(variables, low_rank.dropout)

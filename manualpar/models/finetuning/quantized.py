@@ -339,7 +339,7 @@ class WrappingInterface(ModelInterface):
 
     def called(self, base: Any) -> Any:
         """Returns a copy of the interface `base` with the module, phase and axes of `self`."""
-        same = ("module", "phase", "axis_aliases", "loop_dims")
+        same = ("module", "phase", "axis_aliases", "loop_dims", "gathers_float8")
         return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
