@@ -109,12 +109,7 @@ CASES = {
         SPLIT,
         {**SHARDED, "num_minibatches": 2},
     ),
-    "heads, unrolled": (
-        hsdp,
-        {"replica": 2, "data": 2, "model": 2},
-        dataclasses.replace(SPLIT, scan_layers=False),
-        SHARDED,
-    ),
+    "heads, hsdp": (hsdp, {"replica": 2, "data": 2, "model": 2}, SPLIT, SHARDED),
     "heads, ring": (
         data_parallel,
         {"data": 4, "model": 2},
