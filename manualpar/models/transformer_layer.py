@@ -31,7 +31,6 @@ from manualpar.core.parameters.placement import MatrixDims
 from manualpar.core.tracing.scopes import COLLECTIONS_SCOPE, HALVES
 from manualpar.core.trees import path_keys
 from manualpar.layers import MoE, enter, split
-from manualpar.layers.attention.blockwise_attention import sees
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
     LATENT,
@@ -301,7 +300,7 @@ def largest_scores(
         documents: tuple[Any, Any] = None, None
         if document_BS is not None:
             documents = document_BS[:, start:end], document_BS[:, :end]
-        seen = sees(position[start:end], position[:end], how.scoring, documents)
+        seen = how.scoring.sees(position[start:end], position[:end], documents)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         blocks.append(scores.max((0, 3, 4)))
     return jnp.stack(blocks).max(0).reshape(N) * H**-0.5

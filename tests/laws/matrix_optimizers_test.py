@@ -318,7 +318,8 @@ def plain_transformer(name, number, loss=language_model_loss):
 def test_a_transformer_takes_the_steps_of_one_device(devices8, name):
     del devices8
     program, expected = build_transformer(name), plain_transformer(name, 3)
-    assert_equal(train(program, [TEXT] * 3), expected, 2e-6)
+    # `lora_b` begins with zeros, so it is a sum of updates, whose rounding Muon enlarges.
+    assert_equal(train(program, [TEXT] * 3), expected, 4e-6 if name == "lora" else 2e-6)
     functions = matrix_functions(program)
     assert functions.left == {}
     assert any(group.exchanged for group in functions.groups)
