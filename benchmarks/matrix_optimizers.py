@@ -1,7 +1,7 @@
 """Measures what Muon's update costs on whole matrices, and what it costs if XLA divides it.
 
     python -m benchmarks.matrix_optimizers                     # every layout, simulated devices
-    python -m benchmarks.matrix_optimizers --chip h100:8       # XLA's GPU compiler, without a GPU
+    python -m benchmarks.matrix_optimizers --chip h100:8       # XLA's compiler, without the chips
     python -m benchmarks.matrix_optimizers --growth 8 64 512   # bytes on more devices, traced
     python -m benchmarks.matrix_optimizers --losses 200        # Muon and AdamW, on 1 and 8 devices
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures, and prints a table of each kind that is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.matrix_optimizers")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=LAYOUTS)
-    parser.add_argument("--chip", help="a topology of GPUs, such as h100:8")
+    parser.add_argument("--chip", help="a topology, such as h100:8 or v5e:2x4")
     parser.add_argument("--growth", type=int, nargs="*", default=[], metavar="DEVICES")
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS")
     parser.add_argument("--json", type=Path, help="a JSON file")
@@ -193,7 +193,7 @@ def fewest_bytes(devices: int) -> float:
     return 2 * matrices / devices * (devices - 1) / devices
 
 
-# XLA's GPU compiler.
+# XLA's compilers for GPUs and TPUs.
 
 
 def step_on_chip(devices: Sequence[Any], optimizer: str) -> tuple[Any, tuple[Any, Any]]:
@@ -211,14 +211,17 @@ xla_muon_step = functools.partial(step_on_chip, optimizer="muon by XLA")
 
 
 def chip_rows(chip: str) -> list[str]:
-    """Compiles the FSDP step for GPUs that are not here; returns a table."""
+    """Compiles the FSDP step for chips that are not here; returns a table."""
     from manualpar.inspect import compiled_collectives, total_bytes
+    from manualpar.planner.topology import parse_topology
     from manualpar.plans.compiler_process import run_compiler
     from manualpar.plans.gpu_compiler import GPU
+    from manualpar.plans.tpu_compiler import TPU
 
+    compiler = TPU if parse_topology(chip).chip.is_tpu else GPU
     costs = {}
     for name, step in zip(OPTIMIZERS, ("adamw", "xla_muon", "muon"), strict=True):
-        done = run_compiler(GPU, f"benchmarks.matrix_optimizers:{step}_step", chip)
+        done = run_compiler(compiler, f"benchmarks.matrix_optimizers:{step}_step", chip)
         sent = float(total_bytes(compiled_collectives(done.text)))
         costs[name] = sent, done.facts["memory"]["temporaries"]
         print(name, f"{sent / MIB:,.1f}", flush=True)

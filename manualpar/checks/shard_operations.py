@@ -23,7 +23,7 @@ from jax.extend import core as jex
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from manualpar.core.model.loops import LIBRARIES
-from manualpar.core.tracing.jaxprs import COMPOSITE, expanded
+from manualpar.core.tracing.jaxprs import COMPOSITE, ELEMENTWISE, expanded
 
 Shape = tuple[int, ...]
 Reason = Literal[
@@ -46,16 +46,6 @@ Reason = Literal[
     "unknown",
 ]
 
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min
-    mul name ne neg nextafter not one_minus_square or polynomial population_count pow real
-    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()  # noqa: SIM905
-)
 # These operations are right along every dim.
 _PLAIN = frozenset(
     """
@@ -135,7 +125,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
     elif not any(dim is not None for dim in (*ins, *outs)):
         if _plain_params(shards) != _plain_params(whole):
             refuse(f"applies {name} to an unsplit array with the size of a shard", "size")
-    elif name in _ELEMENTWISE:
+    elif name in ELEMENTWISE or name == "polynomial":
         if outs[0] is None:
             refuse(f"applies {name} to a shard and an unsplit array", "mixed")
     elif name in _ALONG:

@@ -468,8 +468,8 @@ def _check_groups(model: "Transformer") -> None:
             refuse_in("attention", "latent", "none with notes_largest (qk_clip)")
         if context.axis:
             refuse_in("context", "axis", "none with notes_largest (qk_clip): keys are elsewhere")
-        if split.axis:
-            refuse_in("split", "axis", "none with notes_largest (qk_clip): heads are elsewhere")
+        if split.overlap == "dual_batch":
+            refuse_in("split", "overlap", "'none' or 'ring' with notes_largest (qk_clip)")
     if split.axis and model.annotate:
         refuse(
             model,

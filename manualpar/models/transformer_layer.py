@@ -26,9 +26,9 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
 from flax.traverse_util import flatten_dict
 
-from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.parameters.collectives import gather_invariant, varying_axes
 from manualpar.core.parameters.placement import MatrixDims
-from manualpar.core.tracing.scopes import HALVES
+from manualpar.core.tracing.scopes import COLLECTIONS_SCOPE, HALVES
 from manualpar.core.trees import path_keys
 from manualpar.layers import MoE, enter, split
 from manualpar.layers.attention.key_value_cache import (
@@ -40,7 +40,7 @@ from manualpar.layers.attention.key_value_cache import (
     attend_to_kept,
     keep_prompts,
 )
-from manualpar.layers.boundaries import mean_square_of_heads
+from manualpar.layers.boundaries import bound_axes, mean_square_of_heads
 from manualpar.layers.moe.routing import COUNTS, LOSSES
 from manualpar.layers.ring import Chunks, enter_ring, whole_sequence
 from manualpar.models.layer_config import (
@@ -233,7 +233,8 @@ class SelfAttention(nn.Module):
 # products of queries and keys are computed a second time, without gradient. The maximum over
 # layers' uses, minibatches and devices is that of flax's FP8 scales: the gradient of a variable
 # that each step replaces by its gradient (`manualpar.core.modes.variable_reduction`). So there is
-# one maximum over the devices in each step, of `L N` numbers.
+# one maximum over the devices in each step, of `L N` numbers. Devices that have some of the heads
+# first gather the numbers of all heads.
 #
 # The update gives the variables to the optimizer, as the argument `collections`. `qk_clip`, the
 # last part of an optimizer's chain, multiplies both kernels by `sqrt(threshold / largest)` where
@@ -252,7 +253,11 @@ def note_largest_scores(
     key_BSKH: jax.Array,
     document_BS: jax.Array | None,
 ) -> jax.Array:
-    """Returns the queries; notes the largest score of each head when they are differentiated."""
+    """Returns the queries; notes the largest score of each head when they are differentiated.
+
+    Communication:
+      If heads are split over a model axis, an all-gather of `float32[N]` over the axis.
+    """
     if not module.is_initializing() and not module.has_variable(OVERWRITTEN, LARGEST):
         return query_BSNH  # Only a training state has the variable.
     variable: Any = module.variable(OVERWRITTEN, LARGEST, jnp.zeros, config.num_heads, jnp.float32)
@@ -261,6 +266,9 @@ def note_largest_scores(
         return query_BSNH
     arrays = jax.lax.stop_gradient((query_BSNH, key_BSKH))
     largest_N = largest_scores(*arrays, document_BS, config.attention)
+    if len(largest_N) < config.num_heads:
+        axes = bound_axes("Transformer", config.split.axis)
+        largest_N = gather_invariant(largest_N, 0, axes, scope=COLLECTIONS_SCOPE)
     return _noted(query_BSNH, largest_N, value)
 
 
@@ -298,15 +306,10 @@ def largest_scores(
             key_BSKH[:, :end],
             preferred_element_type=jnp.float32,
         )
-        far = position[start:end, None] - position[None, :end]
-        seen = (far >= 0)[None]
-        if how.window:
-            seen &= (far < how.window)[None]
-        if how.chunk:
-            chunk = position // how.chunk
-            seen &= (chunk[start:end, None] == chunk[None, :end])[None]
+        documents: tuple[Any, Any] = None, None
         if document_BS is not None:
-            seen = seen & (document_BS[:, start:end, None] == document_BS[:, None, :end])
+            documents = document_BS[:, start:end], document_BS[:, :end]
+        seen = how.scoring.sees(position[start:end], position[:end], documents)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         blocks.append(scores.max((0, 3, 4)))
     return jnp.stack(blocks).max(0).reshape(N) * H**-0.5

@@ -91,9 +91,10 @@ def test_kernels_of_heads_with_large_scores_shrink_after_the_update(devices8):
     )
 
 
+SPLIT = dataclasses.replace(MODEL, split=Split("model"))
 SHARDED = {"min_weight_size": 1}
 CASES = {
-    "fsdp, minibatches": (fsdp, {"data": 8}, MODEL, {**SHARDED, "num_minibatches": 2}),
+    "fsdp": (fsdp, {"data": 8}, MODEL, SHARDED),
     "dp": (data_parallel, {"data": 8}, MODEL, {}),
     "zero": (functools.partial(zero, stage=1), {"data": 8}, MODEL, SHARDED),
     "hsdp, scan": (
@@ -102,13 +103,26 @@ CASES = {
         MODEL,
         {**SHARDED, "num_minibatches": 2, "use_scan": True},
     ),
+    "heads, minibatches": (
+        fsdp,
+        {"data": 2, "model": 4},
+        SPLIT,
+        {**SHARDED, "num_minibatches": 2},
+    ),
+    "heads, hsdp": (hsdp, {"replica": 2, "data": 2, "model": 2}, SPLIT, SHARDED),
+    "heads, ring": (
+        data_parallel,
+        {"data": 4, "model": 2},
+        dataclasses.replace(MODEL, split=Split("model", sequence_parallel=True, overlap="ring")),
+        {},
+    ),
     "auto": (fsdp, {"data": 8}, MODEL, {**SHARDED, "mode": "auto"}),
     "remat": (fsdp, {"data": 8}, dataclasses.replace(MODEL, remat="full"), SHARDED),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "fsdp, minibatches")) for x in CASES]
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "heads, minibatches")) for x in CASES]
 )
 def test_every_mesh_clips_as_one_device(devices8, name):
     build, axes, model, options = CASES[name]
@@ -166,8 +180,8 @@ def test_an_optimizer_without_noted_scores_is_refused(devices8):
     latent = Attention(notes_largest=True, latent=Latent(rank=4, rotary_size=2, value_size=4))
     for fields, words in (
         ({"attention": latent, "num_kv_heads": 0, "rotary": Rotary()}, "attention.latent is .*"),
-        ({"split": Split("model")}, "split.axis is 'model'"),
+        ({"split": Split("model", overlap="dual_batch")}, "split.overlap is 'dual_batch'"),
     ):
         model = dataclasses.replace(MODEL, **fields)
-        with pytest.raises(ValueError, match=f"{words}, expected none with notes_largest"):
+        with pytest.raises(ValueError, match=f"{words}, expected .* with notes_largest"):
             jax.eval_shape(model.init, jax.random.key(0), BATCHES[0].inputs)

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.modes.mode import Mode
@@ -145,11 +145,10 @@ class Update(Summarized):
         if not self.mode.writes_collectives:
             return update(*args)
         closed, out = jax.make_jaxpr(update, return_shape=True)(*args)
-        functions = self._search(closed, args) if has_matrices(closed.jaxpr) else None
-        if functions is None or not functions.groups:
-            return update(*args)
-        flat = functions.run(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), flat)
+        run = jaxpr_as_fun(closed)
+        if has_matrices(closed.jaxpr) and (functions := self._search(closed, args)).groups:
+            run = functions.run
+        return jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves(args)))
 
     def matrix_functions(
         self,

@@ -47,12 +47,12 @@ from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
 from manualpar.core.tracing.batch_dims import (
     CALLS,
     DECOMPOSITIONS,
-    ELEMENTWISE,
     NotUnderstoodError,
     SliceWalk,
     calls,
 )
 from manualpar.core.tracing.jaxprs import (
+    ELEMENTWISE,
     all_equations,
     inner_jaxprs,
     run_equations,

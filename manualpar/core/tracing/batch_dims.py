@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from manualpar.core.tracing.jaxprs import scan_sizes
+from manualpar.core.tracing.jaxprs import ELEMENTWISE, scan_sizes
 
 # The batch dims that a dim joins; None (`UNIFORM`) for a dim along which all entries are equal.
 Label: TypeAlias = tuple[int, ...] | None
@@ -26,14 +26,6 @@ Labels: TypeAlias = tuple[Label, ...]
 UNIFORM: Label = None
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
-_ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj
-convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
-integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow real
-reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
-sin sinh sqrt square stop_gradient sub tan tanh xor
-"""
-ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 _REDUCTIONS = """
 argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
 """

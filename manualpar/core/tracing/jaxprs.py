@@ -17,6 +17,16 @@ _TYPE_CAST_WORDS = """
 preduced pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p
 """
 TYPE_CASTS = frozenset(_TYPE_CAST_WORDS.split())
+# Operations of which an entry of a result depends only on the operands' entries at its place.
+_ELEMENTWISE_WORDS = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
+expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul name
+ne neg nextafter not one_minus_square or population_count pow real reduce_precision rem round rsqrt
+select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+stop_gradient sub tan tanh xor
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE_WORDS.split())
 # A primitive of jax 0.12 that is lowered to other primitives at compile time.
 COMPOSITE = "call_hi_primitive"
 

@@ -115,6 +115,31 @@ class Scoring(NamedTuple):
     soft_cap: float | None = None
     chunk: int | None = None
 
+    def sees(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        documents: tuple[jax.Array | None, jax.Array | None] = (None, None),
+    ) -> jax.Array:
+        """Returns which keys each query sees, `bool[B, S, T]`, or `[1, S, T]` without documents.
+
+        Args:
+          query: The positions of queries, `int32[S]`.
+          key: The positions of keys, `int32[T]`.
+          documents: The document numbers of queries `[B, S]` and of keys `[B, T]`.
+        """
+        distance = query[:, None] - key[None]
+        is_seen = distance >= 0
+        if self.window is not None:
+            is_seen &= distance < self.window
+        if self.chunk is not None:
+            is_seen &= (query // self.chunk)[:, None] == (key // self.chunk)[None]
+        is_seen = is_seen[None]
+        of_query, of_key = documents
+        if of_query is not None and of_key is not None:
+            is_seen = is_seen & (of_query[:, :, None] == of_key[:, None])
+        return is_seen
+
 
 EVERYTHING = Scoring()
 
@@ -333,14 +358,6 @@ def _scores(queries: Queries, keys: Keys, scoring: Scoring) -> tuple[jax.Array, 
     if scoring.soft_cap is not None:
         capped = jnp.tanh(scores / scoring.soft_cap)
         scores, slope = scoring.soft_cap * capped, 1 - jnp.square(capped)
-    distance = queries.position[:, None] - keys.position[None]
-    is_seen = distance >= 0
-    if scoring.window is not None:
-        is_seen &= distance < scoring.window
-    if scoring.chunk is not None:
-        of_query, of_key = queries.position // scoring.chunk, keys.position // scoring.chunk
-        is_seen &= of_query[:, None] == of_key[None]
-    is_seen = is_seen[None]
-    if queries.document is not None and keys.document is not None:
-        is_seen = is_seen & (queries.document[:, :, None] == keys.document[:, None])
+    documents = queries.document, keys.document
+    is_seen = scoring.sees(queries.position, keys.position, documents)
     return jnp.where(is_seen[:, None, None], scores, MASKED), slope

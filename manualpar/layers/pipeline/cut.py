@@ -25,6 +25,7 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.jaxprs import (
     CALLS,
     COMPOSITE,
+    ELEMENTWISE,
     REMAT_PRIMITIVES,
     all_equations,
     expanded,
@@ -215,39 +216,7 @@ def permutes(jaxpr: Jaxpr) -> bool:
 
 
 # These operations treat every element in the same way.
-_ELEMENTWISE = frozenset(
-    {
-        "abs",
-        "add",
-        "convert_element_type",
-        "copy",
-        "cos",
-        "div",
-        "exp",
-        "integer_pow",
-        "log",
-        "log2",
-        "logistic",
-        "max",
-        "min",
-        "mul",
-        "name",
-        "neg",
-        "one_minus_square",
-        "pow",
-        "psum",
-        "psum_invariant",
-        "pvary",
-        "reduce_precision",
-        "rsqrt",
-        "sign",
-        "sin",
-        "sqrt",
-        "square",
-        "sub",
-        "tanh",
-    }
-)
+_ELEMENTWISE = ELEMENTWISE | {"psum", "psum_invariant", "pvary"}
 _GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 
 
