@@ -148,23 +148,28 @@ class Allowance:
             got = metrics[name]
             if got[1] == 0 == count or (math.isnan(got[0]) and math.isnan(total)):
                 continue
-            far += self.parts * self.by_roundings(name, pair[0], noisy)
-            allowed = rtol * max(abs(total), abs(count)) + 1e-6 + far
-            of_count = rtol if self.has_learned_counts else 1e-5
+            moved = self.by_roundings(name, pair, noisy)
+            allowed = rtol * max(abs(total), abs(count)) + 1e-6 + far + self.parts * moved[0]
+            of_count = 1e-5 * abs(count)
+            if self.has_learned_counts:
+                of_count = rtol * abs(count) + self.parts * moved[1]
             is_same = got[0] == total or abs(got[0] - total) <= allowed  # Both may be infinite.
-            if abs(got[1] - count) > of_count * abs(count) or not is_same:
+            if abs(got[1] - count) > of_count or not is_same:
                 raise WrongError(f"{what}: metric {name} is {got}, one device's {(total, count)}")
 
-    def by_roundings(self, name: str, total: float, noisy: Sequence[Answer]) -> float:
-        """Returns how far roundings may move a metric, where they change codes or few statistics.
+    def by_roundings(
+        self, name: str, pair: tuple[float, float], noisy: Sequence[Answer]
+    ) -> tuple[float, float]:
+        """Returns how far roundings may move a metric's sum and count.
 
-        `total` is the metric's sum in one device's answer, and `noisy` are the answers of
-        `check_gradients`.
+        They move them far where they change codes, statistics of few examples, or learned counts.
+        `pair` is one device's answer, and `noisy` are the answers of `check_gradients`.
         """
-        if not self.has_coded_products and not self.has_statistics:
-            return 0.0
-        off = [abs(x.metrics[name][0] - total) for x in noisy]
-        return 3 * max(off, default=0.0) if np.isfinite(off).all() else math.inf
+        if not (self.has_coded_products or self.has_statistics or self.has_learned_counts):
+            return 0.0, 0.0
+        off = [np.abs(np.subtract(x.metrics[name], pair)) for x in noisy]
+        total, count = 3 * np.max(off, axis=0, initial=0) if off else (0.0, 0.0)
+        return (total, count) if np.isfinite(off).all() else (math.inf, math.inf)
 
     def check_norms(self, what: str, metrics: Any, grads: Arrays, after: Arrays) -> None:
         """Raises WrongError if a reported norm differs."""

@@ -214,7 +214,7 @@ def draw_found(r: random.Random, row: Row) -> None:
     if meets and fields.get("drop") in ("data", "lax", "nnx"):  # The reference cannot have both.
         fields["drop"] = "index" if kind == "mlp" else ""
     if kind in ("mlp", "text", "nnx_mlp") and not fields.get("odd") and r.random() < 0.3:
-        _draw_rules(r, row)
+        _draw_rules(r, row, meets=meets)
     is_whole = not row.get("with_labels") and not row.get("split_logits")
     if row["found"] == "loss":
         _draw_form(r, row, is_whole=is_whole)
@@ -246,12 +246,16 @@ def _draw_form(r: random.Random, row: Row, *, is_whole: bool) -> None:
     row["by_model"] = can and r.random() < 0.6
 
 
-def _draw_rules(r: random.Random, row: Row) -> None:
-    """Draws rules of qwix, which quantize some products of the model."""
+def _draw_rules(r: random.Random, row: Row, *, meets: bool) -> None:
+    """Draws rules of qwix, which quantize some products of the model.
+
+    `meets` is whether the model or the loss combines examples of all devices.
+    """
     for name in ("lora", "quantized", "trainable", "frozen_dtype"):
         row.pop(name, None)
     kinds = ("weights int8", "weights float8", "w8a8", "w8a8g8", "float8")
-    if row.get("plan"):  # Of a kernel whose rows are split each device has its own scale.
+    # Each device has its own scale, of its rows of a kernel and of its examples.
+    if row.get("plan") or meets:
         row["rules"] = {"kind": r.choice(kinds[:2]), "modules": ".*up"}
     else:
         row["rules"] = {"kind": r.choice(kinds), "modules": r.choice((".*up", ".*(up|down)"))}

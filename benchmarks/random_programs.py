@@ -16,8 +16,9 @@ another program. A program has one of these outcomes:
 - `skipped`: a library that the program needs is not installed.
 
 Each outcome is appended to `--output` at once, and programs with an outcome in this file are not
-run again. The programs run in another process, which is replaced after `--each` programs. The exit
-code is 1 if the outcome of a program is `wrong`, `crash` or `hang`.
+run again; `docs/measured/random_programs.jsonl` is such a file. The programs run in another
+process, which is replaced after `--each` programs. The exit code is 1 if the outcome of a program
+is `wrong`, `crash` or `hang`.
 """
 
 import argparse
@@ -84,7 +85,8 @@ def main() -> int:
         done.append(result)
         if args.output:
             with args.output.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+                kept = {k: x for k, x in result.items() if k != "description"}
+                file.write(json.dumps(kept if result["number"] >= 0 else result) + "\n")
         if alone or result["outcome"] in BAD:
             print(f"{result['number']}: {result['outcome']}: {result['words']}")
             print(json.dumps(result["description"]), flush=True)
@@ -187,7 +189,7 @@ def summarize(rows: Iterable[dict[str, Any]]) -> None:
     by_feature: dict[str, collections.Counter[str]] = {}
     refusals: collections.Counter[str] = collections.Counter()
     for row in rows:
-        for feature in ("all", *features_of(row["description"])):
+        for feature in ("all", *features_of(row.get("description") or draw(row["number"]))):
             by_feature.setdefault(feature, collections.Counter())[row["outcome"]] += 1
         if row["outcome"] == "refused":
             refusals[sentence_class(row["words"])] += 1

@@ -60,7 +60,7 @@ def check_replicas(check: Any, program: Any) -> None:
                 if check.overflows(named, noisy):
                     return
                 allowance.check_gradients(named, its, expected, noisy)
-                by_roundings += allowance.by_roundings("loss", expected.metrics["loss"][0], noisy)
+                by_roundings += allowance.by_roundings("loss", expected.metrics["loss"], noisy)[0]
             new = optimizers[replica].updated(mine, its)
             moved.append(new)
             counts.append(expected.metrics["loss"][1])
