@@ -23,9 +23,10 @@ attention compute the scores again in the backward pass; this second computation
 *Narrow* dtypes are those of 8 bits: `float8_...` and `int8`. `TrafficReader` also counts what makes
 the operands of their products: each rounding of a wider array (a reduction finds its largest
 number), and each float8 operand that is not summed over its last dim, because Hopper's matrix units
-take no other layout. A kernel that rounds reads the array as it was before it was scaled. XLA for
-GPUs writes the second layout of an activation or a gradient, for the product that gives the
-gradient of a weight, when it rounds. It transposes weights apart.
+take no other layout. A kernel that rounds reads the array as it was before it was scaled. An array
+that several products take, as those of queries, keys and values, is rounded once, because XLA
+merges equal operations. XLA for GPUs writes the second layout of an activation or a gradient, for
+the product that gives the gradient of a weight, when it rounds. It transposes weights apart.
 """
 
 import itertools
@@ -70,7 +71,9 @@ REDUCTIONS = frozenset(
     {"argmax", "cumlogsumexp", "cumsum", "reduce_max", "reduce_min", "reduce_sum"}
 )
 # Primitives that convert, scale or clip each element.
-SCALINGS = frozenset({"clamp", "convert_element_type", "div", "max", "min", "mul", "round"})
+SCALINGS = frozenset(
+    {"clamp", "convert_element_type", "div", "max", "min", "mul", "reduce_precision", "round"}
+)
 
 
 class Product(NamedTuple, Generic[Number]):
@@ -179,19 +182,26 @@ class TrafficReader(ProductReader):
     """Collects products, reductions and changes of narrow operands, with their memory traffic."""
 
     fused_attention = False  # Whether attention runs in one kernel, see the module.
-    _made_by: Mapping[Any, Any] = types.MappingProxyType({})  # The equations of the jaxpr at hand.
+    # Of the jaxpr at hand: the equations by result, and the arrays that were rounded or whose
+    # largest number was found, each with what was done to it.
+    _made_by: Mapping[Any, Any] = types.MappingProxyType({})
+    _done: frozenset[Any] | set[Any] = frozenset()
 
     def read(self, jaxpr: Jaxpr, around: Around = OUTSIDE) -> tuple[Product[Fraction], ...]:
         """Reads a jaxpr and all jaxprs inside it, in the order of the program."""
-        outer = self._made_by
+        outer = self._made_by, self._done
         self._made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        self._done = set()
         try:
             return super().read(jaxpr, around)
         finally:
-            self._made_by = outer
+            self._made_by, self._done = outer
 
-    def _bytes_read(self, x: Any) -> int:
-        """Returns what a kernel reads that rounds `x`: XLA fuses a scaling in a wider dtype."""
+    def _source(self, x: Any) -> tuple[Any, int]:
+        """Returns what a kernel reads that rounds `x`, and its bytes.
+
+        XLA fuses a scaling in a wider dtype.
+        """
         size = _bytes(x)
         while (eqn := self._made_by.get(x)) and _scales(eqn):
             variables: list[Any] = [y for y in eqn.invars if isinstance(y, Var)]
@@ -200,7 +210,13 @@ class TrafficReader(ProductReader):
                 break
             x = alike[0]
             size = min(size, _bytes(x))
-        return size
+        return x, size
+
+    def _is_done(self, x: Any, how: str) -> bool:
+        """Returns whether the same was done to an array before, and notes it."""
+        is_done = (x, how) in self._done
+        self._done |= {(x, how)}
+        return is_done
 
     def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
         """Returns the work of an equation that is a product, a reduction or a rounding."""
@@ -208,9 +224,16 @@ class TrafficReader(ProductReader):
         is_product = flops is not None
         if _is_rounding(eqn):
             x, y = _ends(eqn)
-            return (_changed("rounded", y, self._bytes_read(x) + _bytes(y), around),)
+            source, size = self._source(x)
+            if self._is_done(source, str(y.aval.dtype)):
+                return ()
+            return (_changed("rounded", y, size + _bytes(y), around),)
         if not is_product and eqn.primitive.name not in REDUCTIONS:
             return super().find(eqn, around)
+        if eqn.primitive.name == "reduce_max" and (made := self._made_by.get(eqn.invars[0])):
+            how = f"largest over {eqn.params['axes']}"
+            if made.primitive.name == "abs" and self._is_done(self._source(made.invars[0])[0], how):
+                return ()
         arrays = [*eqn.invars, *eqn.outvars] if is_product else eqn.invars[:1]
         sizes = [_bytes(x) for x in arrays]
         is_fused = self.fused_attention and _is_of_scores(eqn, is_product)
