@@ -127,6 +127,10 @@ class Reference:
                 if self._form == "scalar":
                     count = len(batch.labels)
                     terms, metrics = {"loss": (of.mean * count, count)}, {}
+                if self._form == "learned pair":  # The mean has more parts than the metric.
+                    count = terms["loss"][1]
+                    metrics = {"loss": terms["loss"], **metrics}
+                    terms = {"loss": (of.mean * count, count)}
                 if self._form in ("terms", "learned") and not self._has_metrics:
                     metrics = {}
                 if not self._has_terms:
