@@ -499,7 +499,7 @@ def split_fused(
             continue
         for part in parts:
             own = up[list(part.rows)]
-            used = own.any(0) if up.any() else np.ones(rank, bool)
+            used: np.ndarray = np.asarray(own.any(0)) if up.any() else np.ones(rank, bool)
             if magnitude is not None:
                 tensors[part.magnitude] = magnitude[list(part.rows)]
                 used[0] |= not used.any()  # The part has an adapter, because it has magnitudes.
