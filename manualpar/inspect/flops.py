@@ -185,13 +185,13 @@ class TrafficReader(ProductReader):
     # Of the jaxpr at hand: the equations by result, and the arrays that were rounded or whose
     # largest number was found, each with what was done to it.
     _made_by: Mapping[Any, Any] = types.MappingProxyType({})
-    _done: frozenset[Any] | set[Any] = frozenset()
+    _done: frozenset[Any] = frozenset()
 
     def read(self, jaxpr: Jaxpr, around: Around = OUTSIDE) -> tuple[Product[Fraction], ...]:
         """Reads a jaxpr and all jaxprs inside it, in the order of the program."""
         outer = self._made_by, self._done
         self._made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-        self._done = set()
+        self._done = frozenset()
         try:
             return super().read(jaxpr, around)
         finally:

@@ -629,7 +629,7 @@ def load_peft(program: Program, state: TrainState, directory: GivenPath) -> Trai
         if path in whole:
             values[path], more = _filled(leaf, array, whole[path], pieces[path], vocab_size)
             lines += more
-        elif path not in whole and not is_adapter(path) and model.saves(path):
+        elif not is_adapter(path) and model.saves(path):
             lines.append(f"{path} is missing")
         if not is_adapter(path):
             continue
