@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import AxisName
+from manualpar.core.model.loops import MISMATCH
 from manualpar.core.modes.layer_loops import Remat
 from manualpar.core.modes.strategy import ModeName, Stages
 from manualpar.core.modes.variable_reduction import CollectionSync
@@ -487,14 +488,14 @@ def choose_formats(
 def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Explains JAX's error about two floating-point dtypes if an option gives one of them.
 
-    Other errors pass.
+    Other errors pass, also those about axes over which arrays vary, which name dtypes too.
     """
     try:
         yield
     except TypeError as error:
         said = str(error).strip()
         dtypes = set(_FLOATING.findall(said))
-        if len(dtypes) < 2 or said.startswith(f"{strategy}:"):
+        if len(dtypes) < 2 or MISMATCH in said or said.startswith(f"{strategy}:"):
             raise
         values = {name: options[name] for name in STORED_OR_GATHERED}
         causes = [f"{key}={x!r}" for key, x in values.items() if x and str(jnp.dtype(x)) in dtypes]

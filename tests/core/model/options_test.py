@@ -11,6 +11,7 @@ from manualpar.core.model.options import (
     PROGRAM_OPTIONS,
     Option,
     check_options,
+    explain_dtypes,
     explain_options,
     option_table,
     with_defaults,
@@ -130,3 +131,16 @@ def test_help_lists_the_options_of_a_builder(builder, own):
 @pytest.mark.parametrize("name", ALL)
 def test_the_page_of_strategies_names_every_option(name):
     assert re.search(rf"`{name}\b", PAGE.read_text())
+
+
+@pytest.mark.parametrize(
+    ("said", "explained"),
+    [
+        ("requires equal dtypes, got bfloat16, float32", "fsdp: with gather_dtype='bfloat16'"),
+        ("bfloat16[4]{V:stage} and float32[4]: the manual axis types do not match", "bfloat16"),
+    ],
+)
+def test_only_errors_about_dtypes_are_explained_by_an_option_of_dtypes(said, explained):
+    options = {"gather_dtype": "bfloat16", "param_dtype": None, "frozen_dtype": None}
+    with pytest.raises(TypeError, match=f"^{explained}"), explain_dtypes("fsdp", options):
+        raise TypeError(said)
